@@ -16,6 +16,7 @@ REASONS_IN_WORDS = {
     MissReason.NONE: "everything that could be reused was found",
     MissReason.NEVER_SEEN: "nobody computed this text before",
     MissReason.EVICTED: "it was there, and made room for others",
+    MissReason.REFUSED: "a full tier below did not take it: what lies there was worth more",
     MissReason.FILLING: "another request is computing it at this moment",
     MissReason.FORM: "it lies in a form that this engine cannot read",
     MissReason.NAMESPACE: "these tokens are known, but to another tenant, adapter or model",

@@ -411,6 +411,8 @@ class OffloadEngine(Engine):
         """Whether the hub's own policy took a new block for one that is seen only once."""
         hub = self.world.books.hub
         assert hub is not None
+        if found.miss.reason is MissReason.REFUSED:
+            return True
         return hub.policy.name == "s3fifo" and found.miss.reason is MissReason.EVICTED
 
     def _look_fresh(self, sequence: Sequence) -> Found:

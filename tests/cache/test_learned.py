@@ -16,10 +16,10 @@ from penstock.cache.eviction.curves import (
     AGES,
     RankedCells,
     ReuseCurves,
-    UsualLength,
     _GittinsIndex,
     class_of,
 )
+from penstock.cache.eviction.learned import UsualLength
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.replay.simulation import Replay
 from penstock.replay.trace import TraceRequest
@@ -258,3 +258,102 @@ def test_what_is_kept_is_bounded_whatever_the_traffic(monkeypatch: pytest.Monkey
         curves.begin(0, 0, 0, 1)
 
     assert len(curves._left) == 1 << 12
+
+
+# -------------------------------------------------------------------- who may enter
+
+
+def test_a_tier_below_refuses_what_never_comes_back_and_keeps_the_rest() -> None:
+    device = TierSettings(name="device", slot_count=8)
+    host = TierSettings(name="host", slot_count=60, eviction="learned")
+    replay = Replay(CacheSettings(device=device, tiers=(host,), block_tokens=1))
+    replay.run(mixed_traffic())
+
+    # As a device of that size finds; LRU finds nothing, and writes every block.
+    assert sum(replay.tally.tokens_by_tier) > 0.5 * 3 * 10 * ROUNDS
+    assert replay.machine.statistics().blocks_refused > replay.tally.blocks / 3
+    assert replay.links[0, 1].blocks < replay.tally.blocks / 2
+
+
+class Shelves:
+    """A policy of a tier below the device in which blocks lie that may leave at any time."""
+
+    def __init__(self, *, by_value: bool = True) -> None:
+        self.priority: dict[int, int] = {}
+        self.policy = LearnedPolicy(20, self.priority.get)
+        self.policy.may_refuse = True
+        self.policy.resize(64)
+        curves = self.policy._curves
+        # Blocks that were hit once come back after some seconds, others hardly ever do.
+        curves._reused[class_of(1, 1, 0) : class_of(1, 10, 3) + 1, 9:12] = 50.0
+        curves._passed[class_of(1, 1, 0) : class_of(1, 10, 3) + 1, :] = 50.0
+        curves._passed[: class_of(0, 0, 3) + 1, :] = 1000.0
+        curves._make_tables()
+        curves._own_hits = curves._ahead = 1e9
+        if by_value:
+            curves.ranking = curves._by_value
+
+    def enter(self, *nodes: int, hit: bool = False) -> None:
+        numbers = np.array(nodes, dtype=np.int32)
+        self.policy.add(numbers, [b"%d" % node for node in nodes], tick=1)
+        if hit:
+            self.policy.touch(numbers, tick=2)
+        self.priority.update(dict.fromkeys(nodes, 0))
+        self.policy.offer(nodes)
+
+    def admitted(self, *names: bytes, victim: int) -> int:
+        judge = self.policy.admit(names, priority=0)
+        return len(names) if judge is None else judge(victim)
+
+
+def test_new_blocks_do_not_take_the_place_of_blocks_that_come_back() -> None:
+    shelves = Shelves()
+    shelves.enter(1, 2, hit=True)
+    shelves.enter(3, 4)
+
+    assert shelves.admitted(b"new", b"newer", victim=2) == 0
+    assert shelves.admitted(b"new", b"newer", victim=4) == 2
+
+
+def test_a_block_that_was_refused_and_is_asked_for_again_is_worth_more() -> None:
+    shelves = Shelves()
+    shelves.enter(1, 2, hit=True)
+    again = [b"a", b"b"]
+    nodes = np.array([10, 11], dtype=np.int32)
+    shelves.policy.add(nodes, again, tick=3)
+    shelves.policy.forget(nodes.tolist(), again, evicted=True)
+
+    assert shelves.admitted(*again, victim=2) == 2
+    # What follows is new, and is judged by itself.
+    assert shelves.admitted(*again, b"new", victim=2) == 2
+
+
+def test_all_blocks_enter_while_blocks_leave_by_last_use() -> None:
+    shelves = Shelves(by_value=False)
+    shelves.enter(1, hit=True)
+
+    assert shelves.policy.admit([b"new"], priority=0) is None
+
+
+def test_what_refusing_blocks_may_cost_is_counted_as_if_they_had_been_evicted() -> None:
+    curves = ReuseCurves(10)
+    curves.may_refuse = True
+    refused = curves.begin(0, 0, 0, 6)
+    curves.evict(refused, 6)
+    curves.reuse(refused, 4, found=False)
+
+    assert curves._missing_count == 2
+    assert curves._ahead == -4
+
+
+def test_in_the_shadow_of_a_tier_that_refuses_new_blocks_may_stay_outside() -> None:
+    curves = ReuseCurves(10)
+    curves.may_refuse = True
+    curves._reused[class_of(1, 1, 0), 9:12] = 50.0
+    curves._passed[class_of(1, 1, 0), :] = 50.0
+    curves._passed[: class_of(0, 0, 3) + 1, :] = 1000.0
+    curves._make_tables()
+    known = curves.begin(1, 1, 0, 8)
+    new = curves.begin(0, 0, 0, 8)
+
+    assert (curves._held_view[known], curves._held_view[new]) == (8, 2)

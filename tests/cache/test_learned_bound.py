@@ -14,6 +14,8 @@ from penstock.replay.simulation import Replay
 from tests.cache.kinds_of_traffic import KINDS, requests_of, traffic_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.replay.trace import TraceRequest
 
 POINTS_MAX = 0.5
@@ -30,10 +32,24 @@ def play(requests: list[TraceRequest], blocks: int, eviction: str) -> Replay:
     return replay
 
 
-def points_gained(requests: list[TraceRequest], blocks: int) -> float:
+def points_gained(
+    requests: list[TraceRequest],
+    blocks: int,
+    play: Callable[[list[TraceRequest], int, str], Replay] = play,
+) -> float:
     """By how many points the hit rate is above that of LRU."""
     learned, lru = (play(requests, blocks, name).tally for name in ("learned", "lru"))
     return 100 * (sum(learned.tokens_by_tier) - sum(lru.tokens_by_tier)) / learned.tokens
+
+
+def play_below(requests: list[TraceRequest], blocks: int, eviction: str) -> Replay:
+    """With a tier below that may refuse blocks, and a device that has room for one prompt."""
+    longest = max(len(request.keys) for request in requests)
+    device = TierSettings(name="device", slot_count=longest + 1)
+    host = TierSettings(name="host", slot_count=blocks, eviction=eviction)
+    replay = Replay(CacheSettings(device=device, tiers=(host,), block_tokens=2))
+    replay.run(requests)
+    return replay
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -58,6 +74,18 @@ def test_traffic_that_is_known_to_lose_more_loses_no_more_than_that(seed: int) -
     _, requests, blocks = traffic_of(seed)
 
     assert points_gained(requests, blocks) >= -KNOWN_MAX[seed]
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("documents", 0.1), ("reversals", 0.2), ("chats", 0.1)]
+)
+def test_a_tier_that_refuses_blocks_loses_nothing_that_matters_either(
+    kind: str, share: float
+) -> None:
+    requests = requests_of(KINDS[kind](Random(f"{kind} below"), 400))
+    different = len({key for request in requests for key in request.keys})
+
+    assert points_gained(requests, round(share * different), play_below) >= -POINTS_MAX
 
 
 @pytest.mark.long

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from penstock.cache.pool import Pool
 from penstock.cache.states import SlotState
-from penstock.cache.tier import Pool
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache.tier import Pool
+from penstock.cache.pool import Pool
 from penstock.errors import InvariantViolation
 
 

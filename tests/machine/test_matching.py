@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from penstock.cache.eviction import LearnedPolicy
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
@@ -92,6 +94,14 @@ def evicted_over_quota(make_driver: MakeDriver) -> ef.Granted:
     driver.store("a", "b", tenant="ann")
     driver.store("c", tenant="ann")
     return driver.acquire("a", tenant="ann")
+
+
+def refused_below(make_driver: MakeDriver) -> ef.Granted:
+    host = TierSettings(name="host", slot_count=1, eviction="learned")
+    driver = make_driver(device=3, host=host)
+    with patch.object(LearnedPolicy, "admit", lambda *_, **__: lambda _: 0):
+        driver.store("a", "b", "cd")
+    return driver.acquire("b")
 
 
 def corrupt(make_driver: MakeDriver) -> ef.Granted:
@@ -186,6 +196,7 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReas
     (in_a_tier_that_is_off, MissReason.TIER_OFF, 0),
     (below_a_hub_that_is_off, MissReason.TIER_OFF, 0),
     (evicted_over_quota, MissReason.OVER_QUOTA, 0),
+    (refused_below, MissReason.REFUSED, 0),
     (corrupt, MissReason.CORRUPT, 0),
     (corrupt_below_the_hub, MissReason.CORRUPT, 0),
     (corrupt_when_loaded, MissReason.CORRUPT, 1),

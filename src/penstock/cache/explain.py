@@ -28,6 +28,8 @@ class MissReason(Enum):
     """No request computed it, or so long ago that even its departure is forgotten."""
     EVICTED = "evicted"
     """It made room for others."""
+    REFUSED = "refused"
+    """A full tier did not take it: what lies there was worth more."""
     FILLING = "still filling"
     """Another request is computing it, or its copy is on the way."""
     FORM = "form"
@@ -115,6 +117,11 @@ class Departed:
     def get(self, key: Key) -> Departure | None:
         """How a block left, if that is remembered."""
         return self._by_key.get(key)
+
+    def refused_by(self, key: Key) -> str:
+        """The tier that refused a block, if it has not been taken since; empty if none did."""
+        left = self._by_key.get(key)
+        return left.tier if left is not None and left.reason is MissReason.REFUSED else ""
 
     def freeze(self) -> tuple[tuple[Key, str, str], ...]:
         return tuple((key, left.reason.value, left.tier) for key, left in self._by_key.items())

@@ -7,9 +7,7 @@ Making room is done in two steps, so that a request that cannot be served change
 `plan_room` sets victims aside, and then either `evict` forgets them or `put_back` restores
 everything.
 
-`Pool` has the slots: their state, who holds them, and which block lies where. A slot is free only
-when nothing holds it. Every lease, pinned source and running copy counts as one hold, and a count
-below zero is a defect that is raised, never clamped.
+The slots themselves are in `pool.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.eviction import EvictionPolicy, FollowsRequests, SharesArrays, policy_named
+from penstock.cache.eviction import (
+    Admits,
+    EvictionPolicy,
+    FollowsRequests,
+    SharesArrays,
+    policy_named,
+)
 from penstock.cache.nodes import NOWHERE, NodeTable, grown
-from penstock.cache.states import LEAVING, READY, SLOT_TABLE, SlotMove, SlotState
+from penstock.cache.pool import Pool
+from penstock.cache.settings import DEVICE
+from penstock.cache.states import LEAVING, READY
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.cache.eviction import Judge
     from penstock.cache.settings import TierSettings
     from penstock.vocabulary.ids import Key
 
@@ -40,13 +47,6 @@ _LONG_RUN = 8
 """With at least this many blocks, an array operation is cheaper than a loop."""
 
 
-_ENDS = {
-    move: ([int(state) for state, of in SLOT_TABLE.legal if of is move], int(target))
-    for (_, move), target in SLOT_TABLE.legal.items()
-}
-"""Each move with the states that it may begin in, and the one that it ends in."""
-
-
 class Room(NamedTuple):
     """What would have to go so that slots can be taken."""
 
@@ -56,6 +56,8 @@ class Room(NamedTuple):
     """How many leading victims go because their tenant is over its quota."""
     slot_count: int
     """Slots that could be taken once the victims are gone: no more than were wanted."""
+    refused: bool = False
+    """Whether there are fewer than wanted because blocks here are worth more."""
 
 
 class Tier:
@@ -95,6 +97,10 @@ class Tier:
         both: tuple[object, ...] = (self.policy, self.quota_arrays)
         self.followers = [each for each in both if isinstance(each, FollowsRequests)]
         """The policies that are told the time; the first one, if there is any, is `policy`."""
+        self.may_refuse = isinstance(self.policy, Admits) and self.policy.may_refuse
+        """Whether blocks that nobody needs here now may be worth too little to enter."""
+        self.reclaims = False
+        """Whether a store gives blocks up for new ones, so that free entries here mean nothing."""
         self._quota_shares: dict[int, float] = {}
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
@@ -115,6 +121,7 @@ class Tier:
 
     def resize(self, slot_count: int) -> None:
         """Changes how many slots may be used; who has more lets blocks leave."""
+        self.reclaims = self.reclaims and slot_count <= self.pool.slot_count
         self.settings = replace(self.settings, slot_count=slot_count)
         if self.settings.stored:
             self.pool.grow(slot_count)
@@ -293,27 +300,63 @@ class Tier:
 
     # ---------------------------------------------------------------- making room
 
-    def plan_room(self, wanted: int, tenant: int | None, *, strict: bool = False) -> Room:
+    @property
+    def free_count(self) -> int:
+        """Slots that can be taken without anything leaving; below zero if some are owed."""
+        # The first slots that a tier which became smaller gets back are closed, not free.
+        return self.pool.free_count - self.pool.closing
+
+    def plan_room(
+        self,
+        wanted: int,
+        tenant: int | None,
+        *,
+        strict: bool = False,
+        judge: Judge | None = None,
+    ) -> Room:
         """Sets victims aside so that `wanted` slots can be taken for a tenant.
 
         A tenant over its quota gives its own blocks first; if these do not suffice, it gets
-        the slots all the same, unless the quota is `strict`. The caller must `evict` or
-        `put_back` the victims.
+        the slots all the same, unless the quota is `strict`. With a `judge`, blocks that are worth
+        more than those that want the slots stay. The caller must `evict` or `put_back` the victims.
         """
         victims: list[int] = []
+        refused = False
+        if judge is not None and self.reclaims:
+            admitted = self._judge_next(judge, wanted)
+            refused, wanted, judge = admitted < wanted, admitted, None
         if wanted <= 0:
-            return Room(victims, 0, 0)
+            return Room(victims, 0, 0, refused)
         self._mark(tenant)
         if tenant is not None and tenant in self._quota_policies:
             over = self.over_quota(tenant, wanted)
-            self._set_aside_from(self._quota_policies[tenant], over, victims)
+            own = self._quota_policies[tenant]
+            refused |= self._set_aside_from(own, over, victims, judge, wanted - over)
             if strict:
                 wanted = max(0, wanted - (over - len(victims)))
         own_count = len(victims)
-        # The first slots that a tier which became smaller gets back are closed, not free.
-        free_count = self.pool.free_count - self.pool.closing
-        self._set_aside_from(self.policy, wanted - free_count - own_count, victims)
-        return Room(victims, own_count, max(0, min(wanted, free_count + len(victims))))
+        free_count = self.free_count
+        first = free_count + own_count
+        refused |= self._set_aside_from(self.policy, wanted - first, victims, judge, first)
+        slot_count = max(0, min(wanted, free_count + len(victims)))
+        return Room(victims, own_count, slot_count, refused)
+
+    def judge_of(self, keys: Sequence[Key], *, priority: int) -> Judge | None:
+        """What says which blocks are worth those that would leave for them; `None`: all are."""
+        policy = self.policy
+        if not isinstance(policy, Admits) or not policy.may_refuse:
+            return None
+        return policy.admit(keys, priority=priority)
+
+    def refuse(self, nodes: NDArray[np.int32], keys: list[Key], *, tick: int) -> None:
+        """Blocks of one tenant stay outside: those that lie here are worth more.
+
+        For the policies they came and left, so that it is known what refusing them cost.
+        """
+        own = self._quota_policies.get(int(self.nodes.tenant[nodes[0]]))
+        for policy in (self.policy,) if own is None else (self.policy, own):
+            policy.add(nodes, keys, tick=tick)
+            policy.forget(nodes.tolist(), keys, evicted=True)
 
     def pop_victim(self) -> int | None:
         """Sets the next block to leave aside and returns it."""
@@ -378,20 +421,37 @@ class Tier:
         """Tenants with a quota, and the policies that queue their blocks."""
         return self._quota_policies.items()
 
-    def _set_aside_from(self, policy: EvictionPolicy, count: int, victims: list[int]) -> None:
+    def _set_aside_from(
+        self,
+        policy: EvictionPolicy,
+        count: int,
+        victims: list[int],
+        judge: Judge | None = None,
+        first: int = 0,
+    ) -> bool:
+        """Sets up to `count` victims aside, the next for newcomer `first`, and so on.
+
+        Returns whether there are fewer because of the `judge`.
+        """
         if count <= 0:
-            return
-        target = len(victims) + count
+            return False
+        begun = len(victims)
+        target = end = begun + count
         node = policy.pop()
         while node is not None:
+            if judge is not None:
+                end = min(target, begun + judge(node) - first)
+                if end <= len(victims):
+                    self._offer((node,))
+                    return True
             victims.append(node)
             parent = self._set_aside(node)
-            if parent == node - 1 and target - len(victims) >= _LONG_RUN <= self.nodes.run[node]:
-                parent = self._set_run_aside(policy, node, target - len(victims), victims)
+            if parent == node - 1 and end - len(victims) >= _LONG_RUN <= self.nodes.run[node]:
+                parent = self._set_run_aside(policy, node, end - len(victims), victims)
             if len(victims) == target:
                 if parent != NOWHERE:
                     self._offer((parent,))
-                return
+                return False
             if parent == NOWHERE:
                 node = policy.pop()
             elif self._quota_policies:
@@ -399,6 +459,15 @@ class Tier:
                 node = policy.pop()
             else:
                 node = policy.offer_and_pop(parent)
+        return False
+
+    def _judge_next(self, judge: Judge, wanted: int) -> int:
+        """How many newcomers are worth more than the block that would leave next."""
+        node = self.policy.pop()
+        if node is None:
+            return wanted
+        self._offer((node,))
+        return min(wanted, judge(node))
 
     def _set_run_aside(
         self, policy: EvictionPolicy, node: int, limit: int, victims: list[int]
@@ -515,178 +584,7 @@ class Tier:
     def _make_policy(self) -> EvictionPolicy:
         make = policy_named(self.settings.eviction)
         policy = make(self.pool.slot_count, self.standing)
+        if self.index != DEVICE and isinstance(policy, Admits):
+            policy.may_refuse = True
         policy.resize(self.nodes.capacity)
         return policy
-
-
-class Pool:
-    """Numbered slots, of which `slot_count` may be used; the others are closed."""
-
-    def __init__(self, name: str, slot_count: int) -> None:
-        self.name = name
-        self.slot_count = slot_count
-        self.capacity = slot_count
-        """The most that may ever be used."""
-        self.closing = 0
-        """Slots in use that are too many: they are closed as soon as they are free."""
-        self._closed: list[int] = []
-        self.state = np.zeros(slot_count, dtype=np.uint8)
-        """A `SlotState` each."""
-        self.holders = np.zeros(slot_count, dtype=np.int32)
-        """How many leases and operations rely on the slot."""
-        self.node = np.full(slot_count, NOWHERE, dtype=np.int32)
-        """The node of the block that lies here, or `NOWHERE` if it has no name yet."""
-        # Reading one number through a memoryview takes a third of the time an array takes.
-        self.state_view = self.state.data
-        self.holders_view = self.holders.data
-        self._free = np.arange(slot_count - 1, -1, -1, dtype=np.int32)
-        self.free_count = slot_count
-        self._counts = [0] * len(SlotState)
-        """How many slots are in each state; closed ones are free."""
-        self._counts[SlotState.FREE] = slot_count
-        self.held_count = 0
-        """How many slots a lease or an operation relies on, without victims that are set aside."""
-
-    def resize(self, slot_count: int) -> None:
-        """Sets how many slots may be used; free ones are closed at once, others when free."""
-        if not 1 <= slot_count <= self.capacity:
-            raise InvariantViolation(
-                f"tier {self.name!r}: {slot_count} slots of {self.capacity} are to be used"
-            )
-        self.closing += self.slot_count - slot_count
-        self.slot_count = slot_count
-        if self.closing < 0:
-            count, self.closing = -self.closing, 0
-            opened = np.array(self._closed[-count:], dtype=np.int32)
-            del self._closed[-count:]
-            self._free[self.free_count : self.free_count + count] = opened
-            self.free_count += count
-        self._close_free()
-
-    def grow(self, capacity: int) -> None:
-        """More slots, all free: only where a slot is no memory of its own, and none is closed."""
-        self.state = grown(self.state, capacity)
-        self.holders = grown(self.holders, capacity)
-        self.node = grown(self.node, capacity, fill=NOWHERE)
-        self._free = grown(self._free, capacity)
-        self.state_view, self.holders_view = self.state.data, self.holders.data
-        count = capacity - self.capacity
-        new = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
-        self._free[self.free_count : self.free_count + count] = new
-        self.free_count += count
-        self._counts[SlotState.FREE] += count
-        self.capacity = self.slot_count = capacity
-
-    def closed_slots(self) -> list[int]:
-        """The slots that hold nothing and may not be used."""
-        return list(self._closed)
-
-    def _close_free(self) -> None:
-        count = min(self.closing, self.free_count)
-        if not count:
-            return
-        # From the bottom: those that would have been taken last.
-        self._closed += self._free[:count].tolist()
-        self.free_count -= count
-        self._free[: self.free_count] = self._free[count : count + self.free_count].copy()
-        self.closing -= count
-
-    def take(self, count: int) -> NDArray[np.int32]:
-        """Takes free slots for writing; the caller made sure that there are enough."""
-        if count > self.free_count:
-            raise InvariantViolation(
-                f"tier {self.name!r}: {count} slots taken of {self.free_count} free"
-            )
-        self.free_count -= count
-        slots = self._free[self.free_count : self.free_count + count][::-1].copy()
-        self._move(slots, SlotMove.TAKE)
-        return slots
-
-    def take_exactly(self, slots: NDArray[np.int32]) -> None:
-        """Takes the named free slots: blocks that were found where they already lie."""
-        wanted = set(slots.tolist())
-        free = self._free[: self.free_count]
-        kept = free[~np.isin(free, slots)]
-        if len(wanted) != len(slots) or len(free) - len(kept) != len(slots):
-            raise InvariantViolation(f"tier {self.name!r}: slots {sorted(wanted)} are not all free")
-        self._free[: len(kept)] = kept
-        self.free_count = len(kept)
-        self._move(slots, SlotMove.TAKE)
-
-    def fill(self, slots: NDArray[np.int32]) -> None:
-        """Every rank wrote these slots: their blocks may be matched."""
-        self._move(slots, SlotMove.FILL)
-
-    def depart(self, slots: NDArray[np.int32]) -> None:
-        """Their blocks are being written to a lower tier, then leave."""
-        self._move(slots, SlotMove.DEPART)
-
-    def keep(self, slots: NDArray[np.int32]) -> None:
-        """Leaving blocks stay after all."""
-        self._move(slots, SlotMove.KEEP)
-
-    def condemn(self, slots: NDArray[np.int32]) -> None:
-        """Nobody may read these slots any more; something may still write to them."""
-        self._move(slots, SlotMove.CONDEMN)
-
-    def evict(self, slots: NDArray[np.int32]) -> None:
-        """Frees slots of blocks that this tier forgets."""
-        self._free_after(slots, SlotMove.EVICT)
-
-    def discard(self, slots: NDArray[np.int32]) -> None:
-        """Frees slots whose bytes were condemned or never published."""
-        self._free_after(slots, SlotMove.DISCARD)
-
-    def hold(self, slots: NDArray[np.int32]) -> None:
-        """One more lease or operation relies on each of these slots."""
-        before = self.holders[slots]
-        self.holders[slots] = before + 1
-        self.held_count += len(slots) - int(np.count_nonzero(before))
-
-    def unhold(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """One less; returns the slots that nothing holds any more."""
-        left = self.holders[slots] - 1
-        if np.count_nonzero(left < 0):
-            worst = int(slots[int(left.argmin())])
-            problem = f"tier {self.name!r}: slot {worst} was released once too often"
-            raise InvariantViolation(problem, node=int(self.node[worst]))
-        self.holders[slots] = left
-        quiet: NDArray[np.int32] = slots[left == 0]
-        self.held_count -= len(quiet)
-        return quiet
-
-    def count(self, state: SlotState) -> int:
-        """How many slots are in a state."""
-        return self._counts[state]
-
-    @property
-    def leaving_count(self) -> int:
-        """How many slots are `LEAVING`, and so will soon be free."""
-        return self._counts[LEAVING]
-
-    def free_slots(self) -> NDArray[np.int32]:
-        """The free slots, the next one to be taken last."""
-        return self._free[: self.free_count].copy()
-
-    def _move(self, slots: NDArray[np.int32], move: SlotMove) -> None:
-        before = self.state[slots]
-        self.state[slots] = SLOT_TABLE.after_all(before, move)
-        # Counted here, so that whoever asks need not look at every slot of a large tier.
-        counts, (sources, target) = self._counts, _ENDS[move]
-        if len(sources) == 1:
-            counts[sources[0]] -= len(slots)
-        else:
-            for state, count in enumerate(np.bincount(before).tolist()):
-                counts[state] -= count
-        counts[target] += len(slots)
-
-    def _free_after(self, slots: NDArray[np.int32], move: SlotMove) -> None:
-        if len(slots) and self.holders[slots].max() > 0:
-            worst = int(slots[int(self.holders[slots].argmax())])
-            problem = f"tier {self.name!r}: {move.name} of slot {worst}, which is held"
-            raise InvariantViolation(problem, node=int(self.node[worst]))
-        self._move(slots, move)
-        self._free[self.free_count : self.free_count + len(slots)] = slots
-        self.free_count += len(slots)
-        if self.closing:
-            self._close_free()

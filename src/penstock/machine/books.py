@@ -80,6 +80,8 @@ class MachineCounters:
     blocks_twinned: int = 0
     """Blocks computed twice at the same time; the second copy lives as long as its request."""
     blocks_evicted_by_tier: list[int] = field(default_factory=list)
+    blocks_refused_by_tier: list[int] = field(default_factory=list)
+    """Blocks that were not written into a full tier: what lies there is worth more."""
     blocks_dropped_unsaved: int = 0
     """Evicted in a hurry, before they could be written back."""
     blocks_corrupt: int = 0
@@ -174,7 +176,9 @@ class Books:
         self.kv_events = EventLog(settings.event_count)
         nothing = [0] * len(self.tiers)
         self.counters = MachineCounters(
-            tokens_cached_by_tier=nothing[:], blocks_evicted_by_tier=nothing[:]
+            tokens_cached_by_tier=nothing[:],
+            blocks_evicted_by_tier=nothing[:],
+            blocks_refused_by_tier=nothing[:],
         )
         self.effects: list[Effect] = []
         self.agenda: list[tuple[Operation, NDArray[np.int32]]] = []
@@ -446,6 +450,23 @@ class Books:
         policy = tier.policy.name if reason is MissReason.EVICTED else ""
         self._gone(tier, victims, keys, slots, Departure(reason, tier.name, policy, now), cause)
 
+    def refused_by(self, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those of some blocks that a tier has refused, and that it has not taken since."""
+        absent = nodes[tier.slot_of[nodes] == NOWHERE]
+        keys = self.nodes.keys_of(absent.tolist())
+        refused = [self.departed.refused_by(key) == tier.name for key in keys]
+        chosen: NDArray[np.int32] = absent[np.array(refused, dtype=bool)]
+        return chosen
+
+    def refuse(self, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+        """Blocks of one tenant are not written into a tier: what lies there is worth more."""
+        keys = self.nodes.keys_of(nodes.tolist())
+        tier.refuse(nodes, keys, tick=self.tick)
+        self.counters.blocks_refused_by_tier[tier.index] += len(keys)
+        reason = MissReason.REFUSED
+        self.departed.add(keys, Departure(reason, tier.name, tier.policy.name, now))
+        self.history.add(now, reason.value, cause, keys, f"by {tier.name}")
+
     def forget_reclaimed(self, tier: Tier, slots: NDArray[np.int32], now: float) -> None:
         """Takes entries of a stored tier out: the store does not have their blocks any more."""
         here = slots[tier.pool.node[slots] != NOWHERE]
@@ -491,7 +512,9 @@ class Books:
         departure: Departure,
         cause: str,
     ) -> None:
-        self._remove_nodes(numbers, keys, departure)
+        evicted = departure.reason is MissReason.EVICTED
+        refusable = evicted and any(fed.may_refuse for fed in self.fed_by(tier.index))
+        self._remove_nodes(numbers, keys, departure, refusable=refusable)
         self.kv_events.removed(tier.name, keys)
         self.history.add(departure.at, departure.reason.value, cause, keys, f"from {tier.name}")
         if tier.index == DEVICE:
@@ -501,13 +524,23 @@ class Books:
             self.effects.append(DropBlocks(tier=tier.index, keys=keys, slots=slots))
 
     def _remove_nodes(
-        self, numbers: list[int], keys: list[Key], departure: Departure | None
+        self,
+        numbers: list[int],
+        keys: list[Key],
+        departure: Departure | None,
+        *,
+        refusable: bool = False,
     ) -> None:
-        """Removes what is known nowhere any more; blocks that were never ready do not depart."""
+        """Removes what is known nowhere any more; blocks that were never ready do not depart.
+
+        Of blocks that a tier below may have refused, that is the reason if it has.
+        """
         nodes = np.array(numbers, dtype=np.int32)
         lost = self.nodes.copy_count[nodes] == 0
         if departure is not None:
             gone = keys if lost.all() else list(compress(keys, lost.tolist()))
+            if refusable:
+                gone = [key for key in gone if not self.departed.refused_by(key)]
             self.departed.add(gone, departure)
         self.forget_if_useless(self.nodes.remove_all(nodes[lost])[::-1])
 

@@ -327,7 +327,7 @@ def _save_for_return(books: Books, lease: LeaseRecord, now: float) -> None:
     nodes = nodes[device.slot_of[nodes] != NOWHERE]
     device.touch(nodes, tick=books.tick)
     if hub is not None:
-        writes.save(books, DEVICE, hub, nodes, now, lease.request)
+        writes.save(books, DEVICE, hub, nodes, now, lease.request, needed=True)
 
 
 def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:

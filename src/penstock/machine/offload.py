@@ -131,7 +131,9 @@ def save(books: Books, event: Save, now: float) -> None:
     # What has just been made known lies nowhere yet: nothing needs to be kept for it.
     before = NOWHERE if event.parent is None else books.nodes.get(event.parent)
     beside = np.array([node for node in (*known, before) if node != NOWHERE], dtype=np.int32)
-    taken, targets = writes.take_room(books, hub, nodes, now, event.cause, beside=beside)
+    taken, targets = writes.take_room(
+        books, hub, nodes, now, event.cause, beside=beside, priority=event.priority
+    )
     accepted = chosen
     if len(taken) < len(nodes):
         # Room is given tenant by tenant, so what was taken need not be the leading blocks.
@@ -172,8 +174,10 @@ def _why_not_saved(
         return Miss(reason=MissReason.NONE)
     position = next(position for position in chosen if position not in accepted)
     departure = books.departed.get(event.keys[position])
-    over_quota = departure is not None and departure.reason is MissReason.OVER_QUOTA
-    return Miss(reason=MissReason.OVER_QUOTA if over_quota else MissReason.NO_ROOM, block=position)
+    reason = MissReason.NO_ROOM
+    if departure is not None and departure.reason in (MissReason.OVER_QUOTA, MissReason.REFUSED):
+        reason = departure.reason
+    return Miss(reason=reason, block=position)
 
 
 def let_go(books: Books, event: LetGo, _now: float) -> None:

@@ -50,6 +50,8 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_cached: int
     """Tokens that requests found here."""
     blocks_evicted: int
+    blocks_refused: int = 0
+    """Blocks that were not written here: those that lie here are worth more."""
     ready_s: float | None = None
     """How long it took until its memory could be used, on the slowest rank: made or mapped, and
     registered. `None` for the device."""
@@ -144,6 +146,11 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
         """Copies that made room for others, in whatever tier."""
         return sum(tier.blocks_evicted for tier in self.tiers)
 
+    @property
+    def blocks_refused(self) -> int:
+        """Blocks that a full tier did not take, as what lies there is worth more."""
+        return sum(tier.blocks_refused for tier in self.tiers)
+
 
 def count_hub(books: Books) -> HubCounts:
     """Cheap enough for every step."""
@@ -235,4 +242,5 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         held=pool.held_count,
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],
+        blocks_refused=books.counters.blocks_refused_by_tier[tier.index],
     )

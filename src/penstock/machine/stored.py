@@ -67,7 +67,9 @@ def vanished(books: Books, tier: Tier, event: Vanished, now: float) -> None:
     slots = tier.slot_of[nodes[nodes != NOWHERE]]
     slots = slots[slots != NOWHERE]
     state = tier.pool.state[slots]
-    books.forget_reclaimed(tier, slots[(state == READY) | (state == LEAVING)], now)
+    slots = slots[(state == READY) | (state == LEAVING)]
+    tier.reclaims = tier.reclaims or len(slots) > 0
+    books.forget_reclaimed(tier, slots, now)
 
 
 def discovered(books: Books, tier: Tier, event: Discovered, now: float) -> None:

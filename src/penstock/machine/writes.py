@@ -26,7 +26,8 @@ from penstock.machine import copies, stored
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.cache.tier import Tier
+    from penstock.cache.eviction import Judge
+    from penstock.cache.tier import Room, Tier
     from penstock.machine.books import Books
 
 
@@ -62,6 +63,9 @@ def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) ->
             if write.kind is WriteKind.SELECTIVE:
                 often = nodes[books.nodes.hits[nodes] >= write.hits]
                 save(books, feeder.index, tier, often, now, cause)
+            elif write.kind is WriteKind.WRITE_THROUGH and tier.may_refuse:
+                # A block that was hit is worth more than when it was refused.
+                save(books, feeder.index, tier, books.refused_by(tier, nodes), now, cause)
 
 
 def after_operation(books: Books, operation: Operation, now: float) -> None:
@@ -85,11 +89,12 @@ def save(
     cause: str,
     *,
     purpose: Purpose = Purpose.SAVE,
+    needed: bool = False,
 ) -> NDArray[np.int32]:
     """Writes blocks from a tier into one that it feeds, as many as there is room for.
 
-    Blocks that lie there already, or on their way, are left alone. Returns the blocks that
-    are being written.
+    Blocks that lie there already, or on their way, are left alone. Those that a request will
+    come back for, which are `needed`, are never refused. Returns the blocks that are being written.
     """
     source = books.tier(feeder)
     if not (tier.on and source.on and books.healthy) or not len(nodes):
@@ -99,7 +104,7 @@ def save(
     readable = source.pool.state[source.slot_of[nodes]]
     nodes = nodes[(readable == READY) | (readable == LEAVING)]
     nodes = stored.admit_saves(books, tier, nodes)
-    nodes, slots = take_room(books, tier, nodes, now, cause)
+    nodes, slots = take_room(books, tier, nodes, now, cause, needed=needed)
     if len(nodes):
         copies.start(
             books,
@@ -123,11 +128,15 @@ def take_room(
     cause: str,
     *,
     beside: NDArray[np.int32] | None = None,
+    priority: int = 0,
+    needed: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Takes slots of a lower tier for blocks: of every chain as many leading ones as it can.
 
     A tenant over its quota gets no more room here than its own blocks leave. Blocks before
-    the given ones, and those `beside` them, are not evicted for it.
+    the given ones, and those `beside` them, are not evicted for it. Neither are blocks that are
+    worth more than those that would take their place: unless these are `needed`, they are refused,
+    with all that follow. A `priority` other than 0 counts for all of them where it is higher.
     """
     # Held while room is made, or a block might evict the one it follows.
     before = books.nodes.parent[nodes]
@@ -137,23 +146,60 @@ def take_room(
     tier.pool.hold(tier.slot_of[near])
     # Counted as if they lay here already, or a block without a copy might be forgotten now.
     books.nodes.add_copies(nodes)
+    judges = tier.may_refuse and not needed
     taken = [nodes[:0]]
     slots = [nodes[:0]]
+    outside: set[int] = set()
     for chain in _chains(books, nodes):
         tenants = books.nodes.tenant[chain]
+        refused = books.nodes.parent_view[chain[0]] in outside
         for run in _cut(chain, tenants[1:] != tenants[:-1]):
-            count = _make_room_below(books, tier, run, now, cause)
-            taken.append(run[:count])
-            slots.append(tier.pool.take(count))
-            tier.place(taken[-1], slots[-1], tick=books.tick)
-            if count < len(run):
+            count = 0
+            judge = None
+            if judges and not refused:
+                judge = _judge_of(books, tier, run, priority)
+                refused = judge is not None and _follows_refused(books, tier, int(run[0]))
+            if not refused:
+                room = _make_room_below(books, tier, run, now, cause, judge)
+                count, refused = room.slot_count, room.refused
+                taken.append(run[:count])
+                slots.append(tier.pool.take(count))
+                tier.place(taken[-1], slots[-1], tick=books.tick)
+            if refused:
+                outside.update(run[count:].tolist())
+                books.refuse(tier, run[count:], now, cause)
+            elif count < len(run):
                 break  # What follows in this chain could not be reached.
     books.nodes.drop_copies(nodes)
     tier.pool.unhold(tier.slot_of[near])
     tier.offer(near)
     chosen = np.concatenate(taken)
-    books.counters.saves_refused += len(nodes) - len(chosen)
+    if tier.may_refuse:
+        books.departed.discard(books.nodes.keys_of(chosen.tolist()))
+    books.counters.saves_refused += len(nodes) - len(chosen) - len(outside)
     return chosen, np.concatenate(slots)
+
+
+def _follows_refused(books: Books, tier: Tier, node: int) -> bool:
+    """Whether a full tier has refused the block before: what follows it would be of no use."""
+    parent = books.nodes.parent_view[node]
+    if parent == NOWHERE or tier.slot_of[parent] != NOWHERE:
+        return False
+    if tier.free_count > 0 and not tier.reclaims:
+        return False
+    key = books.nodes.keys[parent]
+    return key is not None and books.departed.refused_by(key) == tier.name
+
+
+def _judge_of(books: Books, tier: Tier, nodes: NDArray[np.int32], priority: int) -> Judge | None:
+    """What says which blocks are worth those that would leave for them; `None`: none would."""
+    tenant = int(books.nodes.tenant[nodes[0]])
+    fits = len(nodes) <= tier.free_count and not tier.over_quota(tenant, len(nodes))
+    if fits and not tier.reclaims:
+        return None
+    own = int(books.nodes.priority[nodes].max())
+    keys = books.nodes.keys_of(nodes.tolist())
+    return tier.judge_of(keys, priority=max(own, priority) if priority else own)
 
 
 def _chains(books: Books, nodes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
@@ -183,17 +229,22 @@ def _once_each(nodes: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _make_room_below(
-    books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
-) -> int:
-    """Makes room for blocks of one tenant; returns for how many."""
+    books: Books,
+    tier: Tier,
+    nodes: NDArray[np.int32],
+    now: float,
+    cause: str,
+    judge: Judge | None,
+) -> Room:
+    """Makes room for blocks of one tenant, as far as there can be and they are worth it."""
     tenant = int(books.nodes.tenant[nodes[0]])
     over = tier.over_quota(tenant, len(nodes))
-    room = tier.plan_room(len(nodes), tenant, strict=True)
+    room = tier.plan_room(len(nodes), tenant, strict=True, judge=judge)
     books.evict_planned(tier, room, now, cause)
-    if over > room.own_count:
+    if over > room.own_count and not room.refused:
         departure = Departure(MissReason.OVER_QUOTA, tier.name, "", now)
         books.departed.add(books.nodes.keys_of(nodes[room.slot_count :].tolist()), departure)
-    return room.slot_count
+    return room
 
 
 def keep_watermark(books: Books, tier: Tier, now: float) -> None:

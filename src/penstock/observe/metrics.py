@@ -391,6 +391,13 @@ METRICS = (
         _TIER,
     ),
     MetricRow(
+        "tier_blocks_refused",
+        COUNTER,
+        "Blocks not written here, for what lies here is worth more",
+        by_tier(lambda tier: tier.blocks_refused),
+        _TIER,
+    ),
+    MetricRow(
         "tier_ready_seconds",
         GAUGE,
         "Until its memory could be used, when it was opened, on the slowest rank",

@@ -29,6 +29,10 @@ MISS_ADVICE = {
         "it made room for others",
         "Give a tier more room, add one below it, or pin what must stay.",
     ),
+    MissReason.REFUSED: MissAdvice(
+        "a full tier did not take it, as what lies there was used more",
+        "Give that tier more room.",
+    ),
     MissReason.FILLING: MissAdvice(
         "another request was computing the same text at that moment",
         "Send one request of a group first, the others after its first token.",

@@ -29,6 +29,8 @@ class TierShare(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     """Requests that found something there."""
     request_rate: float
+    refused: int
+    """Blocks that it did not take, as those that lay there were worth more."""
 
 
 class HopUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,7 @@ def report_on(replay: Replay, *, traces: list[str]) -> ReplayReport:
     tokens = tally.tokens or 1
     found = sum(tally.tokens_by_tier)
     statistics = replay.machine.statistics()
+    refused = {tier.name: tier.blocks_refused for tier in statistics.tiers}
     misses = sorted(tally.misses.items(), key=lambda item: -item[1][1])
     return ReplayReport(
         traces=traces,
@@ -130,6 +133,7 @@ def report_on(replay: Replay, *, traces: list[str]) -> ReplayReport:
                 token_rate=tally.tokens_by_tier[index] / tokens,
                 requests=tally.requests_by_tier[index],
                 request_rate=tally.requests_by_tier[index] / (tally.requests or 1),
+                refused=refused[name],
             )
             for index, name in enumerate(names)
         ],
@@ -237,6 +241,9 @@ def describe(report: ReplayReport) -> str:
     ):
         if number:
             lines.append(f"{number:,} {what}")
+    for tier in report.tiers:
+        if tier.refused:
+            lines.append(f"{tier.refused:,} blocks were refused by {tier.name}: not worth the room")
     return "\n".join(lines)
 
 

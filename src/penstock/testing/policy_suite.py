@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.eviction import Admits
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.cache.eviction import EvictionPolicy, Standing
+    from penstock.cache.eviction import EvictionPolicy, Judge, Standing
     from penstock.vocabulary.ids import Key
 
 NODE_CAPACITY = 64
@@ -28,6 +30,7 @@ NODE_CAPACITY = 64
 SLOT_COUNT = 24
 HISTORIES = range(25)
 """Seeds of the histories that are compared; each is short, and they differ."""
+SOME_HISTORIES = HISTORIES[:6]
 
 
 class Shelf:
@@ -98,6 +101,17 @@ class Shelf:
         self._standing.update(aside)
         self.policy.rollback()
         self.policy.offer(aside)
+
+    def judge_of(self, *names: str, priority: int = 0) -> Judge | None:
+        """What the policy thinks of blocks that want to enter, if it refuses any at all."""
+        if not isinstance(self.policy, Admits):
+            return None
+        return self.policy.admit([name.encode() for name in names], priority=priority)
+
+    def refuse(self, *nodes: int, name: str = "") -> None:
+        """Blocks did not get in; as in a tier, they come and leave at once."""
+        self.enter(*nodes, name=name)
+        self.remove(*nodes, evicted=True)
 
     def drain(self) -> list[int]:
         """All blocks that leave, in their order."""
@@ -359,6 +373,40 @@ class PolicySuite(ABC):
 
         for _ in range(1500):
             shelf.live(random, 1)
+            assert shelf.policy.candidates() == shelf.may_leave()
+
+    def test_a_judge_admits_some_of_the_blocks_and_obeys_priorities(self) -> None:
+        for seed in SOME_HISTORIES:
+            shelf = self.lived_in(seed)
+            low, same, high = (shelf.judge_of("a", "b", priority=level) for level in (-9, 0, 9))
+            if low and same and high:
+                for victim in shelf.may_leave():
+                    assert 0 <= same(victim) <= 2
+                    assert (low(victim), high(victim)) == (0, 2)
+
+    def test_asking_who_may_enter_changes_nothing(self) -> None:
+        for seed in SOME_HISTORIES:
+            asked, other = self.lived_in(seed), self.lived_in(seed)
+
+            judge = asked.judge_of("a", "b")
+            if judge is not None:
+                for victim in asked.may_leave():
+                    judge(victim)
+            for shelf in (asked, other):
+                shelf.live(Random(seed), 15)
+
+            assert asked.drain() == other.drain(), f"seed {seed}"
+
+    def test_a_refused_block_is_no_candidate_and_may_enter_later(self) -> None:
+        for seed in SOME_HISTORIES:
+            shelf = self.lived_in(seed)
+            (node,) = shelf.spare_numbers(1)
+
+            shelf.refuse(node, name="refused ")
+            after_refusal = shelf.policy.candidates()
+            shelf.enter(node, priority=0, name="refused ")
+
+            assert after_refusal == shelf.may_leave() - {node}
             assert shelf.policy.candidates() == shelf.may_leave()
 
     def _compare_after_plan(self, steps_afterwards: int) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.cache.eviction.base import (
+    Admits,
     EvictionPolicy,
     FollowsRequests,
+    Judge,
     Remembers,
     SharesArrays,
     Standing,
@@ -50,8 +52,10 @@ def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
 __all__ = [
     "POLICIES",
     "SAVED_BYTES_MAX",
+    "Admits",
     "EvictionPolicy",
     "FollowsRequests",
+    "Judge",
     "LearnedPolicy",
     "LruPolicy",
     "Remembers",

@@ -28,6 +28,11 @@ Standing = Callable[[int], "int | None"]
 """The priority of a node that may leave the tier now; `None` if it may not."""
 
 
+Judge = Callable[[int], int]
+"""Of blocks that are about to enter: how many leading ones are worth more than a node that would
+have to leave for them."""
+
+
 class EvictionPolicy(Protocol):
     """The order in which blocks leave one tier."""
 
@@ -113,6 +118,25 @@ class FollowsRequests(Protocol):
 
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
         """A request that used these blocks has ended: a use, but not a hit."""
+        ...
+
+
+@runtime_checkable
+class Admits(Protocol):
+    """A policy that may keep blocks out of a full tier; others let every block in.
+
+    Only a tier below the device asks, and only for blocks that nobody needs there now. A block that
+    is refused is added and forgotten again, as if it had been evicted at once.
+    """
+
+    may_refuse: bool
+    """Whether the tier is one that asks; it says so before anything else."""
+
+    def admit(self, keys: Sequence[Key], *, priority: int) -> Judge | None:
+        """What says how many leading blocks of a chain are worth more than a block that may leave.
+
+        `None`: all of them, whatever has to leave.
+        """
         ...
 
 

@@ -107,25 +107,6 @@ def class_of(count: int, pause: int, length: int) -> int:
     return (_BEFORE_PAUSES[count] + pause) * LENGTHS + length
 
 
-class UsualLength:
-    """How many blocks one kind of event is about, of late."""
-
-    _EVENTS = 1000
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        """Of logarithms."""
-        self.events = 0
-
-    def compare(self, count: int) -> int:
-        """Which of `LENGTHS` this many blocks are; they count for what is usual from now on."""
-        octaves = math.log2(count)
-        if self.events < self._EVENTS:
-            self.events += 1
-        self.mean += (octaves - self.mean) / self.events
-        return min(LENGTHS - 1, max(0, math.floor(octaves - self.mean) + LENGTHS // 2))
-
-
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
@@ -280,6 +261,8 @@ class ReuseCurves:
         self.values = self._index.values
         self.ranking = _BY_USE
         """What blocks should leave by now: `_by_value`, or by last use while LRU leads."""
+        self.may_refuse = False
+        """Whether blocks that enter the tier may be worth too little to do so."""
         self._reused = np.zeros((CLASSES, AGES))
         self._passed = np.zeros((CLASSES, AGES))
         # Reading one number through a memoryview takes a third of the time an array takes.
@@ -345,8 +328,9 @@ class ReuseCurves:
         self._cohorts_begun += 1
         self._lru_count += count
         self._own_count += count
-        # Others make room first, as in the tier, which refuses no block.
-        if self._lru_count > self._slot_count or self._own_count > self._slot_count:
+        # Others make room first, as in the tier, unless it refuses blocks.
+        full = self._lru_count > self._slot_count or self._own_count > self._slot_count
+        if full and not self.may_refuse:
             self._keep_shadows_small()
         self._shadow.push(block_class, 0, (number, number, self.now))
         if self._lru_count > self._slot_count or self._own_count > self._slot_count:
@@ -354,6 +338,18 @@ class ReuseCurves:
         if self._shadow.count > self._shadow_limit:
             self._drop_stale()
         return number
+
+    def history_if_hit(self, number: int) -> tuple[int, int]:
+        """The hit count and pause of blocks of a cohort, if they were used again now."""
+        at = number - self._base
+        if at < 0:
+            return 1, _pause_of(AGES - 1)
+        bucket = age_bucket(self.now - self._since_view[at])
+        return min(self._hits_view[at] + 1, COUNT_MAX), _pause_of(bucket)
+
+    def place_of(self, block_class: int, since: float) -> int:
+        """Where blocks of a class that were last used then stand in the order; 0 leaves first."""
+        return self.ranking.place_of[block_class * AGES + age_bucket(self.now - since)]
 
     def class_and_since(self, number: int) -> tuple[int, float]:
         """The class of a cohort, and when it was used.

@@ -15,6 +15,7 @@ for it, and one after the other it takes less time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import groupby, islice, pairwise
 from typing import TYPE_CHECKING
@@ -26,11 +27,12 @@ from penstock.cache.eviction.curves import (
     AGES,
     CLASSES,
     COUNTS_SAVED,
+    LENGTHS,
     NO_COHORT,
     RankedCells,
     ReuseCurves,
-    UsualLength,
     age_bucket,
+    class_of,
 )
 from penstock.cache.eviction.saved import decode_counts, encode_counts
 from penstock.cache.nodes import grown
@@ -38,7 +40,7 @@ from penstock.cache.nodes import grown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from penstock.cache.eviction.base import Standing
+    from penstock.cache.eviction.base import Judge, Standing
     from penstock.vocabulary.ids import Key
 
 _STALE_MIN = 64
@@ -59,6 +61,32 @@ _Event = tuple[
     Callable[[NDArray[np.int32], "Sequence[Key]"], None], NDArray[np.int32], "Sequence[Key]", float
 ]
 """How to learn from it, its blocks, the keys where they matter, and when it was."""
+
+
+class UsualLength:
+    """How many blocks one kind of event is about, of late."""
+
+    _EVENTS = 1000
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        """Of logarithms."""
+        self.events = 0
+
+    def compare(self, count: int) -> int:
+        """Which of `LENGTHS` this many blocks are; they count for what is usual from now on."""
+        octaves = math.log2(count)
+        if self.events < self._EVENTS:
+            self.events += 1
+        self.mean += (octaves - self.mean) / self.events
+        return self._length_of(octaves)
+
+    def look_at(self, count: int) -> int:
+        """Which of `LENGTHS` this many blocks are, which may never come."""
+        return self._length_of(math.log2(count))
+
+    def _length_of(self, octaves: float) -> int:
+        return min(LENGTHS - 1, max(0, math.floor(octaves - self.mean) + LENGTHS // 2))
 
 
 class _Shared:
@@ -124,6 +152,15 @@ class LearnedPolicy:
         """Another order of other nodes, in the same arrays; all learn together."""
         return LearnedPolicy(self._slot_count, standing, shared=self._shared)
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether blocks that are worth too little stay outside, in the shadow as in the tier."""
+        return self._curves.may_refuse
+
+    @may_refuse.setter
+    def may_refuse(self, may: bool) -> None:
+        self._curves.may_refuse = may
+
     def advance(self, now: float) -> None:
         """Ages count from here."""
         self._shared.now = now
@@ -136,6 +173,23 @@ class LearnedPolicy:
                 self._shared.catch_up()
             known = self._ghosts and keys[0] in self._ghosts
             self._note(self._learn_added, nodes, list(keys) if known else ())
+
+    def admit(self, keys: Sequence[Key], *, priority: int) -> Judge | None:
+        """Compares what blocks are worth; all may enter while blocks leave by last use."""
+        self._shared.catch_up()
+        curves = self._curves
+        if not keys or curves.ranking.by_use:
+            return None
+        worth = self._worth(keys)
+
+        def judge(victim: int) -> int:
+            leaves_at = self._standing(victim)
+            if leaves_at is not None and leaves_at != priority:
+                return len(keys) if leaves_at < priority else 0
+            place = curves.place_of(*curves.class_and_since(self._cohort_view[victim]))
+            return next((end for end, best in worth if best >= place), 0)
+
+        return judge
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """A hit shows at what age such blocks are used again."""
@@ -372,6 +426,31 @@ class LearnedPolicy:
                 break
             found.append(cohort)
         return self._hit(_runs(found), found=False)
+
+    def _worth(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
+        """The places of blocks that enter now: the end of each run, the last one first.
+
+        A block is worth as much as those that follow it.
+        """
+        curves = self._curves
+        length = self._shared.usually_added.look_at(len(keys))
+        runs: list[tuple[int, int]] = []
+        known, last, ghosts = 0, NO_COHORT, self._ghosts
+        for key in keys:
+            cohort = ghosts.get(key)
+            if cohort is None:
+                break
+            known += 1
+            if cohort == last:
+                runs[-1] = (known, runs[-1][1])
+                continue
+            last = cohort
+            place = curves.place_of(class_of(*curves.history_if_hit(cohort), length), curves.now)
+            runs.append((known, place))
+        if known < len(keys):
+            runs.append((len(keys), curves.place_of(class_of(0, 0, length), curves.now)))
+        runs.reverse()
+        return runs
 
     def _enqueue(self, node: int) -> None:
         priority = self._standing(node)
