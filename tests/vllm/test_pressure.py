@@ -106,6 +106,10 @@ def roomy(run: Run) -> Results:
         generate(forget=True, salt="somebody else"),
         generate(forget=True, seed=4, params={"penstock": {"save": False}}),
         generate(forget=True, seed=4),
+        generate(forget=True, seed=31, params={"penstock": {"over": True}}),
+        generate(forget=True, seed=31),
+        generate(forget=True, seed=31, params={"penstock": {"priority": 1, "ttl_s": 60}}),
+        generate(forget=True, seed=32, params={"penstock": {"ttl_s": -1}}),
         {"act": "update"},
         generate(),
     ]
@@ -226,6 +230,19 @@ def test_a_request_may_leave_nothing_behind(roomy: Results) -> None:
     assert counted(unsaved, "blocks_saved") == counted(before, "blocks_saved")
     assert cached(again) == [0, 0, 0]
     assert agree(again, unsaved)
+
+
+def test_hints_are_obeyed_and_wrong_ones_keep_a_request_out(roomy: Results) -> None:
+    before, over, again, kept, wrong = roomy[14:19]
+    saved = [counted(act, "blocks_saved") for act in (before, over, again, kept, wrong)]
+
+    # What its client does not need again is not saved, so the next one finds nothing.
+    assert saved[1] == saved[0]
+    assert cached(again) == [0, 0, 0]
+    assert saved[2] > saved[1]
+    assert cached(kept) == HITS
+    assert counted(wrong, "requests_refused") == len(HITS)
+    assert saved[4] == saved[3]
 
 
 def test_a_weight_update_voids_what_the_old_weights_computed(
