@@ -43,19 +43,8 @@ def transfer_of(
 ) -> dict[str, Any] | None:
     """What vLLM is told about connectors."""
     if side == "penstock":
-        return {
-            "kv_connector": "PenstockConnector",
-            "kv_connector_module_path": "penstock.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "config": TOML.format(
-                    blocks=host_blocks, record=RECORD.format(path=record) if record else ""
-                ),
-                # In another version it would be off, and be measured as if it were on.
-                "any_version": True,
-            },
-        }
+        recording = RECORD.format(path=record) if record else ""
+        return penstock_connector(TOML.format(blocks=host_blocks, record=recording))
     if side == "vllm-offloading":
         return {
             "kv_connector": "OffloadingConnector",
@@ -69,15 +58,32 @@ def transfer_of(
             },
         }
     if side == "lmcache":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": start_lmcache(host_blocks * block_bytes),
-            },
-        }
+        return lmcache_connector(start_lmcache(host_blocks * block_bytes))
     return None
+
+
+def penstock_connector(config: str) -> dict[str, Any]:
+    """What vLLM is told about ours."""
+    return {
+        "kv_connector": "PenstockConnector",
+        "kv_connector_module_path": "penstock.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        # In another version it would be off, and be measured as if it were on.
+        "kv_connector_extra_config": {"config": config, "any_version": True},
+    }
+
+
+def lmcache_connector(port: int) -> dict[str, Any]:
+    """What vLLM is told about LMCache, whose server has this port."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": port,
+        },
+    }
 
 
 def start_lmcache(host_bytes: int) -> int:
@@ -109,27 +115,35 @@ def free_port() -> int:
 
 def open_engine(told: dict[str, Any]) -> Any:
     """The engine of one side; all sides but for their connector are the same."""
-    from vllm import LLM  # noqa: PLC0415 - takes ten seconds
-
-    return LLM(
-        model=told["model"],
-        dtype="float32",
-        skip_tokenizer_init=True,
-        block_size=BLOCK_TOKENS,
+    return open_llm(
+        told["model"],
         num_gpu_blocks_override=told["pool"],
         # One request must fit into the pool, of which vLLM keeps a block for itself.
         max_model_len=min(told.get("longest", 1024), (told["pool"] - 1) * BLOCK_TOKENS),
         max_num_batched_tokens=1024,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        seed=0,
         distributed_executor_backend="mp",
         kv_transfer_config=transfer_of(
             told["side"], told["host_blocks"], told["block_bytes"], told.get("record", "")
         ),
         scheduler_cls="lab.bench.vllm_timing.TimedScheduler",
         worker_extension_cls="lab.bench.vllm_timing.TimedWorker",
+    )
+
+
+def open_llm(model: str, **options: Any) -> Any:
+    """An engine with what all engines that are compared have in common."""
+    from vllm import LLM  # noqa: PLC0415 - takes ten seconds
+
+    return LLM(
+        model=model,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=BLOCK_TOKENS,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        seed=0,
         disable_log_stats=False,
+        **options,
     )
 
 
@@ -218,16 +232,17 @@ def main(told: dict[str, Any]) -> None:
         os.environ["PENSTOCK_BENCH_STEPS"] = str(Path(folder) / "steps")
         llm = open_engine(told)
         llm.collective_rpc("penstock_watch")
-        _say("ready")
+        say("ready")
         for line in sys.stdin:
             seed, workload = json.loads(line)
             result = run_round(llm, Workload(**workload), seed)
-            _say(f"ROUND {json.dumps(result)}")
+            say(f"ROUND {json.dumps(result)}")
     # Without waiting for the engine's processes, which would wait for us: they end with this one.
     os._exit(0)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line for who has started this process."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -18,9 +18,15 @@ import sys
 from random import Random
 from typing import Any
 
+from lab.bench.vllm_child import (
+    BLOCK_TOKENS,
+    lmcache_connector,
+    open_llm,
+    penstock_connector,
+    say,
+)
 from lab.bench.vllm_model import VOCABULARY
 
-BLOCK_TOKENS = 32
 TAIL_TOKENS = 16
 """After the prefix, so that all of it can be found: the last token of a prompt is always computed,
 with the block that it lies in."""
@@ -48,49 +54,23 @@ def transfer_of(told: dict[str, Any]) -> dict[str, Any] | None:
     """What vLLM is told about connectors."""
     side, blocks = told["side"], told["blocks"]
     if side.startswith("penstock"):
-        return {
-            "kv_connector": "PenstockConnector",
-            "kv_connector_module_path": "penstock.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "config": TOML.format(blocks=2 * blocks, store=told["store"]),
-                # In another version it would be off, and be measured as if it were on.
-                "any_version": True,
-            },
-        }
+        return penstock_connector(TOML.format(blocks=2 * blocks, store=told["store"]))
     if side == "vllm mooncake":
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     if side == "lmcache redis":
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": told["port"],
-            },
-        }
+        return lmcache_connector(told["port"])
     return None
 
 
 def open_replica(told: dict[str, Any]) -> Any:
     """An engine; all sides but for their connector are the same."""
-    from vllm import LLM  # noqa: PLC0415 - takes ten seconds
-
-    return LLM(
-        model=told["model"],
-        dtype="float32",
-        skip_tokenizer_init=True,
-        block_size=BLOCK_TOKENS,
+    return open_llm(
+        told["model"],
         # A prompt with its tail, a nudge, and the block that vLLM keeps for itself.
         num_gpu_blocks_override=told["blocks"] + 8,
         max_model_len=(told["blocks"] + 2) * BLOCK_TOKENS,
         max_num_batched_tokens=BATCH_TOKENS,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        seed=0,
         kv_transfer_config=transfer_of(told),
-        disable_log_stats=False,
     )
 
 
@@ -122,16 +102,11 @@ def store_is_on(llm: Any) -> bool:
 def main(told: dict[str, Any]) -> None:
     """Answers until standard input ends."""
     llm = open_replica(told)
-    _say("ready")
+    say("ready")
     for line in sys.stdin:
-        _say(f"ROUND {json.dumps(ask(llm, *json.loads(line)))}")
+        say(f"ROUND {json.dumps(ask(llm, *json.loads(line)))}")
     # Without waiting for the engine's processes, which would wait for us: they end with this one.
     os._exit(0)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

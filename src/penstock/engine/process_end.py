@@ -31,7 +31,10 @@ def leave(status: int) -> NoReturn:
 
     The interpreter is left as it is. Memory and descriptors go back with the process.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter does, in its order
+    # Callbacks of other packages (torch's, logging's) are among them, so a list of our own would
+    # not do. The interpreter offers no public call for them; CPython 3.11 to 3.13 have this one,
+    # which `multiprocessing` calls as well since 3.13, and a test fails where it is missing.
+    atexit._run_exitfuncs()  # noqa: SLF001
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
