@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -191,3 +192,37 @@ def test_help_imports_no_command_and_no_heavy_package() -> None:
     *_, loaded, heavy = done.stdout.splitlines()
     assert loaded == str(sorted({*ours, "penstock.errors"}))
     assert heavy == "[]"
+
+
+@pytest.mark.parametrize("words", [["--version"], ["plan", "--help"]])
+def test_output_that_finds_no_room_is_one_line_and_a_status(words: list[str]) -> None:
+    """Short output is written at the end of the process, long output in its midst."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "penstock", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert ended.returncode == 3
+    assert ended.stderr == "penstock: output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "penstock", "--version"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert (ended.returncode, ended.stderr) == (0, "")

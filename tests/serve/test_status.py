@@ -44,6 +44,44 @@ def router(decode: FakeVllm) -> Iterator[RunningRouter]:
         yield found
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8000",
+        "http://",
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8000?x=1",
+        "http://name:password@127.0.0.1:8000",
+        "http://a\nb:1",
+        f"http://{'x' * 300}:1",
+    ],
+)
+def test_an_address_that_is_none_is_refused_by_name(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["status", url])
+
+    said = capsys.readouterr().err
+    assert status == 2
+    assert said.startswith("penstock: URL: is ")
+    assert said.endswith(", must be the address of a server: http://HOST:PORT\n")
+    assert said.count("\n") == 1
+
+
+def test_https_to_a_server_without_tls_says_what_to_try(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["status", server.address.replace("http://", "https://")])
+
+    said = capsys.readouterr().err
+    assert status == 3
+    assert "its address begins with http://" in said
+    assert said.count("\n") == 1
+
+
 def test_the_status_of_a_server_says_how_it_is(
     server: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:

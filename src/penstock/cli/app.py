@@ -11,6 +11,8 @@ end as a traceback.
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 import sys
 from dataclasses import dataclass, field
@@ -207,6 +209,23 @@ class CommandLine:
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Runs one command, by default from `sys.argv`, and returns its exit status."""
+        status: int = ExitStatus.FINE
+        try:
+            status = self._run(arguments)
+            # Now: the interpreter's own end would tell an error by a traceback and status 120.
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Who reads has read enough.
+            _drop_output()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            _drop_output()
+            print(f"{self.name}: output cannot be written: {error.strerror}", file=sys.stderr)
+            return ExitStatus.CANNOT_RUN_HERE
+        return status
+
+    def _run(self, arguments: Sequence[str] | None) -> int:
         given = sys.argv[1:] if arguments is None else list(arguments)
         for words, where in self.elsewhere.items():
             if tuple(given[: len(words)]) == words:
@@ -232,6 +251,9 @@ class CommandLine:
         return ExitStatus.FINE
 
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Why standard output, or a file that was asked for, cannot take more."""
+
 PENSTOCK = CommandLine(
     name="penstock",
     help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
@@ -239,6 +261,15 @@ PENSTOCK = CommandLine(
     commands=COMMANDS,
     elsewhere=ELSEWHERE,
 )
+
+
+def _drop_output() -> None:
+    """Has what is still to be written go nowhere, or the interpreter's end would try it again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    finally:
+        os.close(nowhere)
 
 
 def _only_listed() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as json_module
 from collections import Counter
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ssl import SSLError
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -49,17 +50,19 @@ class LiveClient:
         Raises:
             ConfigError: `url` is not one.
         """
-        parts = urlsplit(url)
         try:
-            self._port = parts.port
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+            parts = urlsplit(url)
+            self._port, host = parts.port, parts.hostname or ""
+            host.encode("idna")
+        except ValueError:  # Also that of a name which no host can have.
+            parts, host = urlsplit(""), ""
+        beside = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+        if parts.scheme not in {"http", "https"} or not host or beside or not url.isprintable():
             raise ConfigError(
                 "URL", f"is {shown(url)}, must be the address of a server: http://HOST:PORT"
             )
         self.url = url.rstrip("/")
-        self._host = parts.hostname
+        self._host = host
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -113,6 +116,11 @@ class LiveClient:
             connection.request(method, path, sent, headers={**self._headers, **(headers or {})})
             response = connection.getresponse()
             status, content = response.status, response.read(DOCUMENT_BYTES_MAX)
+        except SSLError as error:
+            raise UnavailableError(
+                f"{self.url} cannot be used: {error.reason or error}; if it has no TLS, its "
+                "address begins with http://"
+            ) from error
         except (OSError, HTTPException) as error:
             cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UnavailableError(f"nobody answers at {self.url}: {cause}") from error
