@@ -54,6 +54,9 @@ FOUND_BY_NAME = {
 """Packages that are imported by a name in a string, or lie within the name of another one."""
 
 LIMIT_S = 600.0
+PROJECT_VERSION = penstock.__version__
+WHEEL_BYTES_MAX = 2 << 20
+"""It has 1.6 MB, mostly two traces."""
 
 
 def name_of(requirement: str) -> str:
@@ -188,17 +191,50 @@ def test_the_wheel_has_the_package_its_types_and_its_traces(wheel: Path) -> None
     assert {"penstock/py.typed", "penstock/__init__.py"} <= set(names)
     assert [name for name in names if name.startswith("penstock/replay/traces/")]
     assert not [name for name in names if name.startswith(("lab/", "tests/", "docs/"))]
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    assert wheel.stat().st_size < WHEEL_BYTES_MAX
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Makes an environment with the wheel; the path of its Python.
+
+    What Penstock depends on comes from here, `penstock` itself from the wheel, which is first.
+    """
+    venv.create(folder, with_pip=False)
+    (site,) = (folder / "lib").glob("*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.long
+def test_what_is_installed_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    python = install(wheel, tmp_path / "environment")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def penstock_says(*words: str) -> str:
+        ended = subprocess.run(
+            [python, "-m", "penstock", *words],
+            cwd=empty,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, ""), words
+        return ended.stdout
+
+    assert penstock_says("--version") == f"penstock {PROJECT_VERSION}\n"
+    assert json.loads(penstock_says("doctor", "--json", "-"))["penstock"] == PROJECT_VERSION
+    assert "conversation" in penstock_says("replay", "--help")
+    assert not list(empty.iterdir())
 
 
 @pytest.mark.long
 def test_the_types_of_the_wheel_serve_a_program_of_a_user(wheel: Path, tmp_path: Path) -> None:
-    python = tmp_path / "environment" / "bin" / "python"
-    venv.create(tmp_path / "environment", with_pip=False)
-    (site,) = (tmp_path / "environment" / "lib").glob("*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)
-    # What Penstock depends on comes from here; `penstock` itself from the wheel, which is first.
-    others = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    python = install(wheel, tmp_path / "environment")
     (tmp_path / "user.py").write_text(
         "import penstock\n"
         'cache = penstock.open(penstock.parse_config("version = 1"))\n'
