@@ -142,10 +142,29 @@ def test_a_new_node_starts_without_a_past(table: NodeTable) -> None:
     table.hits[old], table.priority[old], table.pins[old] = 9, 9, 9
     table.remove_if_useless(int(old))
 
-    (new,) = table.add_chain(keys(1, name="new"), parent=NOWHERE, tenant=0)
+    new = table.add_chain(keys(table.capacity, name="new"), parent=NOWHERE, tenant=0)
 
-    assert new == old
-    assert table.hits[new] == table.priority[new] == table.pins[new] == table.tenant[new] == 0
+    assert old in new
+    assert table.hits[old] == table.priority[old] == table.pins[old] == table.tenant[old] == 0
+
+
+def test_chains_are_numbered_one_by_one_also_after_others_left_in_pieces(table: NodeTable) -> None:
+    chains: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
+    added = breaks = 0
+    for turn in range(300):
+        nodes = table.add_chain(keys(10 + turn % 37, name=f"{turn}-"), parent=NOWHERE, tenant=0)
+        added += len(nodes)
+        breaks += int(np.count_nonzero(np.diff(nodes) != 1))
+        chains.append(nodes)
+        leaving = len(nodes) if turn > 40 else 0
+        while leaving:
+            chains[0], end = chains[0][:-leaving], chains[0][-leaving:]
+            table.remove_all(end[::-1])
+            leaving -= len(end)
+            if not len(chains[0]):
+                chains.pop(0)
+
+    assert breaks < added / 50
 
 
 def test_a_node_without_copies_and_followers_is_removed_with_the_hollow_ones_before_it(

@@ -71,7 +71,8 @@ class Expiries:
 
     def forget(self, nodes: NDArray[np.int32]) -> None:
         """These numbers mean other blocks from now on, which have no time yet."""
-        self._until[nodes] = NEVER
+        if self._calls:  # Before the first time was given, there is nothing to forget.
+            self._until[nodes] = NEVER
 
     def next(self) -> float | None:
         """When the next time passes."""

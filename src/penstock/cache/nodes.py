@@ -13,6 +13,7 @@ blocks before it are known from the nodes alone, for a key names everything befo
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -36,8 +37,11 @@ _FEW_BLOCKS = 16
 """Up to here, looking every key up is cheaper than searching for the last known one."""
 
 
+_SORTED_AT_ONCE = 16_384
+"""How many unused numbers are sorted together, in less than a millisecond."""
 _ONE = np.int32(1)
 """Of the counts' own type: `np.add.at` takes three to twenty times as long with an int."""
+_ONE_COPY = np.int16(1)
 _ARRAYS = ("parent", "child_count", "copy_count", "tenant", "hits", "pins", "priority", "run")
 
 
@@ -69,8 +73,7 @@ class NodeTable:
         """Whether a node ever had another priority than zero."""
         self.run = np.zeros(capacity, dtype=np.int32)
         """How many nodes before it, numbered downwards one by one, are its ancestors."""
-        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self._free_count = capacity
+        self._unused = _Numbers(capacity)
         self._look_at_arrays()
 
     def _look_at_arrays(self) -> None:
@@ -166,10 +169,9 @@ class NodeTable:
         The nodes have no copies yet: the caller places one before anything else happens.
         """
         count = len(keys)
-        while self._free_count < count:
+        while self._unused.count < count:
             self._grow()
-        self._free_count -= count
-        nodes = self._free[self._free_count : self._free_count + count][::-1].copy()
+        nodes = self._unused.take(count)
         numbers = nodes.tolist()
         known = len(self.ids)
         self.ids.update(zip(keys, numbers, strict=True))
@@ -210,10 +212,9 @@ class NodeTable:
         copies yet, as in `add_chain`.
         """
         count = len(keys)
-        while self._free_count < count:
+        while self._unused.count < count:
             self._grow()
-        self._free_count -= count
-        nodes = self._free[self._free_count : self._free_count + count][::-1].copy()
+        nodes = self._unused.take(count)
         numbers = nodes.tolist()
         known = len(self.ids)
         self.ids.update(zip(keys, numbers, strict=True))
@@ -249,11 +250,13 @@ class NodeTable:
         Returns the nodes that stay because something else follows one of them: these are
         for the caller to remove one by one, deepest first.
         """
-        parents = self.parent[nodes]
+        if not len(nodes):
+            return []
+        parents = self.parent.take(nodes)
         inner = parents[parents != NOWHERE]
         np.subtract.at(self.child_count, inner, _ONE)
         numbers: list[int] = nodes.tolist()
-        if self.child_count[nodes].any():
+        if np.count_nonzero(self.child_count.take(nodes)):
             np.add.at(self.child_count, inner, _ONE)
             return numbers
         for key in self.keys_of(numbers):
@@ -261,15 +264,17 @@ class NodeTable:
         for number in numbers:
             self.keys[number] = None
         self.parent[nodes] = NOWHERE
-        self._free[self._free_count : self._free_count + len(nodes)] = nodes
-        self._free_count += len(nodes)
+        self._unused.give_back(nodes)
         # Of a chain, deepest first, only the parent of the last node is not removed itself.
         ends = np.ones(len(nodes), dtype=bool)
         np.not_equal(parents[:-1], nodes[1:], out=ends[:-1])
-        before = parents[ends]
-        before = before[before != NOWHERE]
-        hollow = before[(self.copy_count[before] == 0) & (self.child_count[before] == 0)]
-        return [number for number in hollow.tolist() if self.keys[number] is not None]
+        return [
+            before
+            for before in parents[ends].tolist()
+            if before != NOWHERE
+            and self.keys[before] is not None
+            and not (self.copy_count[before] or self.child_count[before])
+        ]
 
     def remove_if_useless(self, node: int) -> list[Key]:
         """Removes a node without copies and followers, and hollow nodes before it.
@@ -283,8 +288,7 @@ class NodeTable:
             del self.ids[key]
             self.keys[node] = None
             self.parent[node] = NOWHERE
-            self._free[self._free_count] = node
-            self._free_count += 1
+            self._unused.give_back(np.array([node], dtype=np.int32))
             removed.append(key)
             if parent != NOWHERE:
                 self.child_count[parent] -= 1
@@ -293,13 +297,13 @@ class NodeTable:
 
     def add_copies(self, nodes: NDArray[np.int32]) -> None:
         """One more tier has a copy of each of these nodes."""
-        before = self.copy_count[nodes]
-        self.copy_count[nodes] = before + 1
+        before = self.copy_count.take(nodes)
+        self.copy_count[nodes] = before + _ONE_COPY
         self._copied += len(nodes) - int(np.count_nonzero(before))
 
     def drop_copies(self, nodes: NDArray[np.int32]) -> None:
         """One tier less has a copy of each of these nodes."""
-        left = self.copy_count[nodes] - 1
+        left = self.copy_count.take(nodes) - _ONE_COPY
         self.copy_count[nodes] = left
         self._copied -= len(nodes) - int(np.count_nonzero(left))
 
@@ -314,12 +318,64 @@ class NodeTable:
         for name in _ARRAYS:
             setattr(self, name, grown(getattr(self, name), old * 2))
         self._look_at_arrays()
-        free = np.empty(old * 2, dtype=np.int32)
-        # The new numbers lie under the old ones, so that low numbers are given out first.
-        free[:old] = np.arange(old * 2 - 1, old - 1, -1, dtype=np.int32)
-        free[old : old + self._free_count] = self._free[: self._free_count]
-        self._free = free
-        self._free_count += old
+        self._unused.grow(old * 2)
+
+
+class _Numbers:
+    """Numbers that no node has, given out in long runs.
+
+    They come back in pieces of chains. Given out again at once, they would soon be in no order at
+    all, and what takes one slice of an array would take a list of places, in several times the
+    time. So those that came back wait until the others are used up, and are then sorted, longest
+    runs first: short ones get time to be joined by their neighbours.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._next = np.arange(capacity, dtype=np.int32)
+        """Numbers in the order in which they are given out."""
+        self._back: deque[NDArray[np.int32]] = deque()
+        self.count = capacity
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """Numbers for new nodes; the caller made sure that there are enough."""
+        while len(self._next) < count:
+            self._sort(count)
+        numbers, self._next = self._next[:count].copy(), self._next[count:]
+        self.count -= count
+        return numbers
+
+    def give_back(self, numbers: NDArray[np.int32]) -> None:
+        self._back.append(numbers)
+        self.count += len(numbers)
+
+    def grow(self, capacity: int) -> None:
+        """Adds the numbers up to `capacity`; there were half as many."""
+        self._next = np.concatenate(
+            (self._next, np.arange(capacity // 2, capacity, dtype=np.int32))
+        )
+        self.count += capacity // 2
+
+    def _sort(self, wanted: int) -> None:
+        """Makes numbers that came back the next ones: so many that it takes a moment only."""
+        parts = [self._next]
+        size = len(self._next)
+        while self._back and size < max(_SORTED_AT_ONCE, 2 * wanted):
+            parts.append(self._back.popleft())
+            size += len(parts[-1])
+        self._next = numbers = np.sort(np.concatenate(parts))
+        breaks = (numbers[1:] - numbers[:-1] != 1).nonzero()[0] + 1
+        if not len(breaks):
+            return
+        ends = np.concatenate((breaks, (len(numbers),)))
+        lengths = ends.copy()
+        lengths[1:] -= breaks
+        order = np.argsort(-lengths, kind="stable")
+        # Where each run began and begins now, and so where each number comes from.
+        moved = (ends - lengths)[order]
+        lengths = lengths[order]
+        moved -= np.cumsum(lengths) - lengths
+        place = np.repeat(moved, lengths) + np.arange(len(numbers))
+        self._next = numbers[place]
 
 
 def grown(array: NDArray[ScalarT], size: int, fill: int = 0) -> NDArray[ScalarT]:

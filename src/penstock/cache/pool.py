@@ -17,6 +17,8 @@ from penstock.errors import InvariantViolation
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_ONE = np.int32(1)
+"""Of the counts' own type: adding it takes a third of the time that an int takes."""
 _ENDS = {
     move: ([int(state) for state, of in SLOT_TABLE.legal if of is move], int(target))
     for (_, move), target in SLOT_TABLE.legal.items()
@@ -144,13 +146,17 @@ class Pool:
 
     def hold(self, slots: NDArray[np.int32]) -> None:
         """One more lease or operation relies on each of these slots."""
-        before = self.holders[slots]
-        self.holders[slots] = before + 1
+        if not len(slots):
+            return
+        before = self.holders.take(slots)
+        self.holders[slots] = before + _ONE
         self.held_count += len(slots) - int(np.count_nonzero(before))
 
     def unhold(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """One less; returns the slots that nothing holds any more."""
-        left = self.holders[slots] - 1
+        if not len(slots):
+            return slots
+        left = self.holders.take(slots) - _ONE
         if np.count_nonzero(left < 0):
             worst = int(slots[int(left.argmin())])
             problem = f"tier {self.name!r}: slot {worst} was released once too often"
@@ -174,11 +180,17 @@ class Pool:
         return self._free[: self.free_count].copy()
 
     def _move(self, slots: NDArray[np.int32], move: SlotMove) -> None:
-        before = self.state[slots]
-        self.state[slots] = SLOT_TABLE.after_all(before, move)
-        # Counted here, so that whoever asks need not look at every slot of a large tier.
+        if not len(slots):
+            return
+        before = self.state.take(slots)
         counts, (sources, target) = self._counts, _ENDS[move]
-        if len(sources) == 1:
+        one = len(sources) == 1
+        if one and SLOT_TABLE.counts is None and not np.count_nonzero(before != sources[0]):
+            self.state[slots] = target
+        else:
+            self.state[slots] = SLOT_TABLE.after_all(before, move)
+        # Counted here, so that whoever asks need not look at every slot of a large tier.
+        if one:
             counts[sources[0]] -= len(slots)
         else:
             for state, count in enumerate(np.bincount(before).tolist()):
@@ -186,7 +198,7 @@ class Pool:
         counts[target] += len(slots)
 
     def _free_after(self, slots: NDArray[np.int32], move: SlotMove) -> None:
-        if len(slots) and self.holders[slots].max() > 0:
+        if np.count_nonzero(self.holders.take(slots)):
             worst = int(slots[int(self.holders[slots].argmax())])
             problem = f"tier {self.name!r}: {move.name} of slot {worst}, which is held"
             raise InvariantViolation(problem, node=int(self.node[worst]))

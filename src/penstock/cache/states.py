@@ -144,6 +144,7 @@ class Table(Generic[StateT, MoveT]):
         self._next = np.full((len(moves), len(states)), ILLEGAL, dtype=np.uint8)
         for (state, move), after in legal.items():
             self._next[move, state] = after
+        self._rows = list(self._next)
         self.counts: NDArray[np.int64] | None = None
 
     def count_moves(self) -> None:
@@ -169,7 +170,7 @@ class Table(Generic[StateT, MoveT]):
         Raises:
             InvariantViolation: the move is not legal for at least one of them.
         """
-        after: NDArray[np.uint8] = self._next[move].take(states)
+        after: NDArray[np.uint8] = self._rows[move].take(states)
         if np.count_nonzero(after == ILLEGAL):
             worst = self.states(int(states[int(after.argmax())]))
             raise InvariantViolation(f"{self.name}: {move.name} in state {worst.name}")

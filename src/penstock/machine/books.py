@@ -19,7 +19,15 @@ from penstock.cache.explain import Departed, Departure, History, Miss, MissReaso
 from penstock.cache.nodes import NOWHERE, NodeTable
 from penstock.cache.operations import Ledger
 from penstock.cache.settings import DEVICE, HUB, CacheSettings
-from penstock.cache.states import DOOMED, FILLING, LEASE_TABLE, LEAVING, LeaseMove, LeaseState
+from penstock.cache.states import (
+    DOOMED,
+    FILLING,
+    LEASE_TABLE,
+    LEAVING,
+    LeaseMove,
+    LeaseState,
+    SlotState,
+)
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import DropBlocks, Effect
@@ -161,6 +169,9 @@ class Books:
             for index, tier in enumerate((settings.device, *settings.tiers))
         ]
         """By index; the device is `None` when the engine manages its own slots."""
+        self._owned = [tier for tier in self.tiers if tier is not None]
+        self._lower = [tier for tier in self.tiers[HUB:] if tier is not None]
+        self._fed_by = {DEVICE: self._lower[:1], HUB: self._lower[1:]}
         self.tiers_in_time = [tier for tier in self.owned_tiers() if tier.followers]
         """Those whose policy is told the time of every event."""
         self.ledger = Ledger(incarnation)
@@ -231,16 +242,14 @@ class Books:
 
     def owned_tiers(self) -> list[Tier]:
         """All tiers with slots of ours."""
-        return [tier for tier in self.tiers if tier is not None]
+        return self._owned
 
     def lower_tiers(self) -> list[Tier]:
-        return [tier for tier in self.tiers[HUB:] if tier is not None]
+        return self._lower
 
     def fed_by(self, index: int) -> list[Tier]:
         """The tiers that take their blocks from tier `index`."""
-        if index == DEVICE:
-            return self.lower_tiers()[:1]
-        return self.lower_tiers()[1:] if index == HUB else []
+        return self._fed_by.get(index, [])
 
     def lease(self, lease_id: LeaseId) -> LeaseRecord:
         """A lease that has not ended.
@@ -499,6 +508,8 @@ class Books:
     def discard_unheld(self, tier: Tier, slots: NDArray[np.int32]) -> None:
         """Frees those of the slots that are condemned and that nothing holds."""
         pool = tier.pool
+        if not pool.count(SlotState.DOOMED):
+            return
         quiet = (pool.state[slots] == DOOMED) & (pool.holders[slots] == 0)
         if np.count_nonzero(quiet):
             pool.discard(slots[quiet])
@@ -536,9 +547,12 @@ class Books:
         Of blocks that a tier below may have refused, that is the reason if it has.
         """
         nodes = np.array(numbers, dtype=np.int32)
-        lost = self.nodes.copy_count[nodes] == 0
+        lost = self.nodes.copy_count.take(nodes) == 0
+        lost_count = np.count_nonzero(lost)
+        if not lost_count:
+            return
         if departure is not None:
-            gone = keys if lost.all() else list(compress(keys, lost.tolist()))
+            gone = keys if lost_count == len(keys) else list(compress(keys, lost.tolist()))
             if refusable:
                 gone = [key for key in gone if not self.departed.refused_by(key)]
             self.departed.add(gone, departure)

@@ -334,10 +334,12 @@ def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
     """Lets go of device slots: published blocks stay cached, the rest is freed."""
     pool = device.pool
     quiet = pool.unhold(slots)
-    nodes = pool.node[slots]
-    cached = nodes[nodes != NOWHERE]
-    device.release(cached, tick=books.tick)
-    own = slots[(nodes == NOWHERE) & (pool.state[slots] == FILLING)]
+    nodes = pool.node.take(slots)
+    named = nodes != NOWHERE
+    device.release(nodes[named], tick=books.tick)
+    own = slots[~named]
+    if len(own):
+        own = own[pool.state.take(own) == FILLING]
     if len(own):
         free = pool.holders[own] == 0
         pool.discard(own[free])

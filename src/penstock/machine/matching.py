@@ -13,7 +13,7 @@ import numpy as np
 from penstock.cache.explain import Miss, MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, HUB
-from penstock.cache.states import DOOMED, FILLING, LEAVING, READY
+from penstock.cache.states import FILLING, LEAVING, READY, SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 _NOT_FOUND = 127
+_USABLE = np.zeros(len(SlotState), dtype=np.bool_)
+_USABLE[[READY, LEAVING]] = True
+"""By the state of a slot: whether its block can be had."""
+_USABLE_SOON = _USABLE.copy()
+_USABLE_SOON[FILLING] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +142,10 @@ def _without_gaps(nodes: NDArray[np.int32], source: NDArray[np.int8]) -> Finding
 
 
 def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[np.bool_]:
-    slots = tier.slot_of[nodes]
-    here = slots != NOWHERE
-    state = tier.pool.state[slots]
-    if not here.all():
-        state[~here] = DOOMED
-    good: NDArray[np.bool_] = (state == READY) | (state == LEAVING)
-    return good | (state == FILLING) if filling else good
+    slots = tier.slot_of.take(nodes)
+    good = (_USABLE_SOON if filling else _USABLE).take(tier.pool.state.take(slots))
+    good &= slots != NOWHERE
+    return good
 
 
 def _on_its_way(books: Books, hub: Tier, nodes: NDArray[np.int32]) -> NDArray[np.bool_]:
