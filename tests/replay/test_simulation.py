@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config import parse_config
-from penstock.errors import ConfigError
-from penstock.replay.best import BestPossible
+from penstock.errors import ConfigError, UnavailableError
+from penstock.replay.best import ROWS_IN_MEMORY, BestPossible
 from penstock.replay.simulation import Replay, Speeds, sized_cache
 from penstock.replay.trace import PerfectHints, TraceReader, TraceRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BLOCK = 4
 
@@ -83,8 +86,8 @@ def test_a_replay_without_rates_finds_what_a_naive_lru_finds(
     replay.machine.audit()
 
 
-def best_of(trace: list[TraceRequest]) -> BestPossible:
-    best = BestPossible()
+def best_of(trace: list[TraceRequest], rows_in_memory: int = ROWS_IN_MEMORY) -> BestPossible:
+    best = BestPossible(rows_in_memory=rows_in_memory)
     for request in trace:
         best.add(request.keys, (request.token_count - 1) // BLOCK)
     return best
@@ -116,6 +119,23 @@ def found_by_naive_belady(trace: list[TraceRequest], slots: int) -> int:
 @settings(max_examples=100, deadline=None)
 def test_the_bound_is_what_a_naive_belady_finds(trace: list[TraceRequest], slots: int) -> None:
     assert best_of(trace).found(slots) == found_by_naive_belady(trace, slots)
+
+
+@given(traces, st.integers(0, 14), st.integers(1, 20))
+@settings(max_examples=30, deadline=None)
+def test_the_bound_is_the_same_when_it_is_found_in_parts_of_a_file(
+    trace: list[TraceRequest], slots: int, rows: int
+) -> None:
+    assert best_of(trace, rows_in_memory=rows).found(slots) == best_of(trace).found(slots)
+
+
+def test_a_bound_without_room_for_its_file_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+
+    with pytest.raises(UnavailableError, match=r"missing: No such file.*--no-best"):
+        best_of([request_of(Chain(0, 4, 1), 0.0)], rows_in_memory=1)
 
 
 @given(

@@ -336,7 +336,8 @@ class Replay:
             lease=running.lease, token_count=request.token_count, keys=request.keys[found:]
         )
         self._carry_out(self.machine.handle(commit, self._now))
-        self.tally.first_token_s.append(self._now - request.at_s)
+        if not speeds.instant:
+            self.tally.first_token_s.append(self._now - request.at_s)
         answer_s = request.output_tokens / speeds.output_tokens_per_s
         if answer_s:
             grow = Grow(
