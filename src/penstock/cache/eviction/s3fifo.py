@@ -225,10 +225,13 @@ class S3FifoPolicy:
 
     def _parts(self, nodes: NDArray[np.int32]) -> list[tuple[NDArray[np.int32], _Cohort]]:
         """Neighbours of one cohort, each with it."""
-        numbers = self._cohort[nodes]
-        if len(nodes) < 2:
-            return [(nodes, self._cohorts[number]) for number in numbers.tolist()]
-        ends = np.flatnonzero(numbers[1:] != numbers[:-1])
+        if not len(nodes):
+            return []
+        numbers = self._cohort.take(nodes)
+        changes = numbers[1:] != numbers[:-1]
+        if not np.count_nonzero(changes):
+            return [(nodes, self._cohorts[int(numbers[0])])]
+        ends = changes.nonzero()[0]
         bounds = [0, *(ends + 1).tolist(), len(nodes)]
         firsts = numbers[bounds[:-1]].tolist()
         return [
