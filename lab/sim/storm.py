@@ -417,7 +417,9 @@ class Storm:
                 one_too_many = [request.text.namespace.digest]
                 events.append(ev.Commit(lease=lease, token_count=count, keys=one_too_many))
             tail = request.table[count // size] if count % size else None
-            if any(other is not request and tail in other.table for other in requests):
+            # Of a lease that is lost, blocks may be another's by now.
+            others = [each for each in requests if each.state is not LeaseState.LOST]
+            if any(other is not request and tail in other.table for other in others):
                 # Neither may write to a block that both have.
                 events.append(ev.Commit(lease=lease, token_count=count + 1, keys=[]))
         return events
