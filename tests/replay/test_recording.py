@@ -216,7 +216,7 @@ def test_what_comes_is_written_soon_without_being_closed(
 def test_requests_that_the_writer_is_too_slow_for_are_left_out_and_counted(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "LINE_MAX", 3)
+    monkeypatch.setattr(recording, "QUEUE_MAX", 3)
     for name in "abcde":
         recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
 

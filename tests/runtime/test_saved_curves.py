@@ -184,6 +184,21 @@ def test_files_are_the_owners_alone_and_nothing_else_is_left(
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
+def test_what_could_not_be_put_in_place_is_not_left_behind(
+    tmp_path: Path, curves: SavedCurves, caplog: pytest.LogCaptureFixture
+) -> None:
+    curves.save()
+    files = sorted(tmp_path.iterdir())
+    for file in files:
+        file.unlink()
+        file.mkdir()
+    with caplog.at_level(logging.WARNING):
+        curves.save()
+
+    assert sorted(tmp_path.iterdir()) == files
+    assert [record.getMessage()[:16] for record in caplog.records] == ["curves not saved"] * 2
+
+
 def test_a_folder_that_cannot_be_written_to_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

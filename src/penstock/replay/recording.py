@@ -4,9 +4,9 @@ A line says when a request came, how many tokens it and its answer had, and name
 prompt. A name is a hash of the block's key under a salt that is drawn for the recording and kept
 nowhere: equal blocks have equal names within one file, and nothing else can be learnt from them.
 
-The one rule: whoever serves never waits. Requests are put into a bounded line, which costs about a
+The one rule: whoever serves never waits. Requests are put into a bounded queue, which costs about a
 microsecond; a thread names the blocks and writes. It is woken once for all that comes within a
-second, because to wake a thread costs more than the rest. With a full line a request is left out
+second, because to wake a thread costs more than the rest. With a full queue a request is left out
 and counted; with a full file, or one that cannot be written, recording ends and says so once.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 NAME_BYTES = 8
 """Of a block: among 30 million blocks, two have the same one in 1 of 40,000 recordings."""
-LINE_MAX = 4096
+QUEUE_MAX = 4096
 """Beginnings and ends of requests that wait to be written."""
 LINGER_S = 1.0
 """How long the writing thread lets more of them come, once there is one."""
@@ -162,7 +162,7 @@ class Recorder:
 
     def _put(self, what: _Came | _Ended) -> bool:
         waiting = self._waiting
-        if self._ended or len(waiting) >= LINE_MAX:
+        if self._ended or len(waiting) >= QUEUE_MAX:
             return False
         waiting.append(what)
         # Looked at first: it costs a tenth of what setting it again does.
@@ -178,7 +178,7 @@ class Recorder:
                 self._some.wait()
                 self._many.wait(LINGER_S)
                 last = self._closing
-                # Before the line is emptied: what comes from now on wakes this thread again.
+                # Before the queue is emptied: what comes from now on wakes this thread again.
                 self._many.clear()
                 self._some.clear()
                 self._take_all()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,6 +129,8 @@ class SavedCurves:
                 new.replace(path)
             except OSError as error:
                 logger.warning("curves not saved: file=%s cause=%s", path, error)
+                with suppress(OSError):
+                    new.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{self._traffic.hex()}.{name}.curves"
