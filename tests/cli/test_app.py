@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
+from typer.main import get_command
 
 import penstock
-from penstock.cli.app import COMMANDS, CommandLine, run
+from penstock.cli.app import COMMANDS, PENSTOCK, CommandLine, run
 from penstock.errors import (
     CapacityError,
     ConfigError,
@@ -24,6 +27,8 @@ from penstock.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -135,6 +140,26 @@ def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> Non
 
     assert ended == 0
     assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+def options_of(command: Any) -> list[set[str]]:
+    """The names of each option of a command, and of the commands below it."""
+    own = [
+        {*each.opts, *each.secondary_opts}
+        for each in command.params
+        if each.param_type_name == "option"
+    ]
+    below = [options_of(each) for each in getattr(command, "commands", {}).values()]
+    return own + [names for some in below for names in some]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_is_on_a_page(name: str) -> None:
+    root: Any = get_command(PENSTOCK.app_for([name]))
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/**/*.md"))
+    named = set(re.findall(r"--[a-z][a-z-]*", pages))
+
+    assert not [names for names in options_of(root.commands[name]) if not names & named]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import penstock
 from penstock.cli.entry import main
 
 
@@ -23,6 +24,16 @@ def test_without_the_extra_the_command_says_what_to_install(
     assert capsys.readouterr().err == (
         "penstock: the command line needs the 'cli' extra: pip install \"penstock[cli]\"\n"
     )
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_version_is_printed_without_the_extra_too(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
 
 
 def test_the_entry_loads_nothing_that_the_extra_brings() -> None:

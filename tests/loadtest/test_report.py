@@ -86,10 +86,11 @@ def test_goodput_counts_answers_within_all_bounds_of_all_requests() -> None:
     assert (by_both.goodput.requests, by_both.goodput.share) == (1, 0.25)
 
 
-def test_the_cached_share_is_of_the_answers_that_say_it() -> None:
+def test_a_server_that_says_nothing_where_nothing_was_cached_gets_no_larger_share() -> None:
+    """SGLang leaves the field out of answers that found nothing, as vLLM once did."""
     found = report(answered(0, 0.0, 1.0, cached=80), answered(0, 0.0, 1.0, cached=None))
 
-    assert found.cached_share == 0.8
+    assert found.cached_share == 0.4
     assert found.prompt_tokens == 200
 
 

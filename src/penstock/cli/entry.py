@@ -1,8 +1,8 @@
 """Where the `penstock` command begins.
 
 The one rule that must not break: up to the check below nothing is imported but the standard
-library, so that an installation without the `cli` extra answers with one sentence instead of
-a traceback.
+library, so that an installation without the `cli` extra answers `--version`, and everything else
+with one sentence instead of a traceback.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from penstock import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +23,9 @@ CANNOT_RUN_HERE = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one `penstock` command, by default from `sys.argv`, and returns its exit status."""
     if find_spec("typer") is None or find_spec("rich") is None:
+        if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+            print(f"penstock {__version__}")
+            return 0
         message = "the command line needs the 'cli' extra: pip install \"penstock[cli]\""
         print(f"penstock: {message}", file=sys.stderr)
         return CANNOT_RUN_HERE

@@ -58,7 +58,7 @@ TraceFileOption = Annotated[
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Open loop: N requests a second, however slow the server is."),
+    typer.Option(metavar="N", help="Open loop: sessions begin on time, for N requests a second."),
 ]
 ConcurrencyOption = Annotated[
     int | None, _count(f"Closed loop: N sessions at a time; {CONCURRENCY}.", most=4096)

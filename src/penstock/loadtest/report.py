@@ -110,7 +110,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int
     cached_share: float | None
-    """`None` where the server does not say how many tokens were cached."""
+    """`None` where no answer says how many tokens were cached. Of an answer that does not say it,
+    while others do, none were: SGLang leaves the field out where nothing was found."""
     without_usage: int
     """Answers without `usage`; their tokens are not counted."""
     goodput: Goodput
@@ -139,6 +140,7 @@ def load_report(
     seconds = max((each.answer.ended_s - began_s for each in asked), default=0.0)
     counted = [each for each in whole if each.prompt_tokens is not None]
     told = [each for each in counted if each.cached_tokens is not None]
+    prompt = sum(each.prompt_tokens or 0 for each in counted)
     cached = sum(each.cached_tokens or 0 for each in told)
     output = sum(each.output_tokens or 0 for each in whole)
     failures = [each.answer.failure for each in asked if each.answer.failure is not None]
@@ -163,12 +165,11 @@ def load_report(
         late=_spread(each.late_s for each in asked),
         requests_per_s=_rate(len(whole), seconds),
         output_tokens_per_s=_rate(output, seconds),
-        prompt_tokens=sum(each.prompt_tokens or 0 for each in counted),
+        prompt_tokens=prompt,
         cached_tokens=cached,
         output_tokens=output,
-        cached_share=(
-            cached / max(1, sum(each.prompt_tokens or 0 for each in told)) if told else None
-        ),
+        # Servers that leave the field out where nothing was cached: its absence there means none.
+        cached_share=cached / max(1, prompt) if told else None,
         without_usage=len(whole) - len(counted),
         goodput=_goodput(records, context, seconds),
         records=records,
@@ -342,8 +343,8 @@ def _notes(report: LoadReport) -> list[str]:
         notes.append("the run was interrupted: answers under way are not counted")
     if report.answered and report.cached_share is None:
         notes.append(
-            "the server does not say how many tokens were cached: start vLLM with "
-            "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
+            "no answer says how many tokens were cached: none were, or the server does not say "
+            "it; start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
         )
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage")

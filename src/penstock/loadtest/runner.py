@@ -2,7 +2,7 @@
 
 | loop   | sessions begin                                  | so the load                      |
 |--------|-------------------------------------------------|----------------------------------|
-| open   | at their own times, however slow the server is  | is that of users who do not wait |
+| open   | at their own times, however slow the server is  | is that of users who keep coming |
 | closed | when one of N before has ended                  | adapts itself to the server      |
 
 In both, a turn is sent a gap after the turn before it has ended, or later where the server asked
