@@ -41,11 +41,13 @@ class BrowserPage:
         self._loaded = False
         self.errors: list[str] = []
         """What the page wrote to its console as an error, and exceptions that nobody caught."""
+        self.requests: list[str] = []
+        """The addresses that it asked for."""
 
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
@@ -86,12 +88,33 @@ class BrowserPage:
             assert time.monotonic() < deadline, f"{script} is not true"
             select.select([], [], [], 0.05)
 
-    def show(self, *, width: int, height: int = 900, scheme: str = "light") -> None:
-        """Sets the size of the screen, and light or dark."""
+    def show(
+        self, *, width: int, height: int = 900, scheme: str = "light", motion: str = "no-preference"
+    ) -> None:
+        """Sets the size of the screen, light or dark, and `reduce` for those who want no motion."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": motion},
+        ]
         self.call("Emulation.setEmulatedMedia", features=features)
+
+    def fits(self, width: int) -> None:
+        """Waits until nothing of the page is beside a screen of this width.
+
+        A phone that shows a page which is too wide makes it smaller: there, `innerWidth` is always
+        as large as the page.
+        """
+        self.wait(f"document.documentElement.scrollWidth <= {width}")
+
+    def press(self, key: str) -> None:
+        """Presses and releases a key that has no character: `Tab`, `Enter`, `Escape`."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27}[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            named = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
+            self.call("Input.dispatchKeyEvent", **named, **(text if kind == "keyDown" else {}))
 
     def picture(self) -> bytes:
         """The whole page as PNG."""
@@ -114,6 +137,8 @@ class BrowserPage:
         match event.get("method"):
             case "Page.loadEventFired":
                 self._loaded = True
+            case "Network.requestWillBeSent":
+                self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(params["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if params["type"] in {"error", "warning", "assert"}:

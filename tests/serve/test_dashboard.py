@@ -211,7 +211,7 @@ def test_the_page_shows_other_engines_in_a_browser(vllm: Engine, tmp_path: Path)
             assert page.run("document.getElementById('card-requests')") is None
             for width in (400, 800, 1400):
                 page.show(width=width, scheme="dark" if width == 800 else "light")
-                page.wait("document.documentElement.scrollWidth <= innerWidth")
+                page.fits(width)
             assert page.errors == []
         # Without a connection, what is left is marked as old, also when it is drawn anew.
         gone = "document.getElementById('health').textContent === 'No connection'"

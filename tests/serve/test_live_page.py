@@ -331,8 +331,15 @@ def test_the_page_renders_updates_and_has_no_console_error(locked: Running, tmp_
         page.open(f"{locked.address}/")
         page.wait("document.getElementById('health').textContent === 'Locked'")
         assert page.run("document.getElementById('cards').childElementCount") == 0
+        page.run("document.getElementById('key').value = 'a-wrong-key'")
+        page.press("Enter")
+        page.wait("document.getElementById('refused').textContent")
+        assert page.run("document.getElementById('cards').childElementCount") == 0
+        # The browser itself notes the answer 401.
+        assert [each for each in page.errors if "401" not in each] == []
+        page.errors.clear()
         page.run(f"document.getElementById('key').value = '{KEY}'")
-        page.run("document.querySelector('#ask button').click()")
+        page.press("Enter")
         page.wait("document.getElementById('health').textContent === 'Healthy'")
         assert page.run("location.href") == f"{locked.address}/"
         assert page.run("document.querySelectorAll('.tank').length") == 2
@@ -340,13 +347,17 @@ def test_the_page_renders_updates_and_has_no_console_error(locked: Running, tmp_
         later = locked.complete("what the page has not seen yet")
         page.wait(f"document.querySelector('#requests button').title === '{later['id']}'")
 
-        page.run(f"document.querySelector('[title=\"{answer['id']}\"]').click()")
+        # Without a mouse.
+        page.run(f"document.querySelector('#requests [title=\"{answer['id']}\"]').focus()")
+        page.press("Enter")
         page.wait("document.querySelector('#story pre')")
         assert "acquired" in page.run("document.querySelector('#story pre').textContent")
         assert page.run("document.querySelectorAll('#story rect').length") > 1
-        page.run("document.getElementById('story').close()")
+        page.press("Escape")
+        page.wait("!document.getElementById('story').open")
         for width in (360, 820, 1440):
             page.show(width=width, scheme="dark" if width == 820 else "light")
-            page.wait("document.documentElement.scrollWidth <= innerWidth")
+            page.fits(width)
         assert page.picture().startswith(b"\x89PNG")
         assert page.errors == []
+        assert all(each.startswith((locked.address, "data:")) for each in page.requests)

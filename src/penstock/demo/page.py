@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 STYLE = """
 :root { --bg: #f4f6f8; --card: #fff; --ink: #17212b; --soft: #5a6875; --line: #dde3e9;
-  --hole: #edf1f4; --waits: #c2410c; --reads: #0f8a6d; --handed: #d98a12; --failed: #b3bdc7;
+  --hole: #edf1f4; --waits: #c2410c; --reads: #0f8a6d; --handed: #c17a0c; --failed: #86929e;
   --loaded: #1d6fb8; --saved: #7a4fb0; --device: #0f8a6d; --host: #1d6fb8; --other: #7a4fb0;
-  --rest: #b3bdc7; --ok: #0f7b4f; --bad: #c0262d; color-scheme: light dark }
-@media (prefers-color-scheme: dark) { :root { --bg: #0e141a; --card: #161f28; --ink: #e6edf3;
-  --soft: #93a3b1; --line: #263341; --hole: #101820; --waits: #ff8a5c; --reads: #34c79f;
-  --handed: #f0b04c; --failed: #4a5a69; --loaded: #5aa9f0; --saved: #b18ae6; --device: #34c79f;
-  --host: #5aa9f0; --other: #b18ae6; --rest: #4a5a69; --ok: #3fce8e; --bad: #ff7b7b } }
+  --rest: #86929e; --ok: #0f7b4f; --bad: #c0262d; color-scheme: light dark }
+@media screen and (prefers-color-scheme: dark) { :root { --bg: #0e141a; --card: #161f28;
+  --ink: #e6edf3; --soft: #93a3b1; --line: #263341; --hole: #101820; --waits: #ff8a5c;
+  --reads: #34c79f; --handed: #f0b04c; --failed: #61748a; --loaded: #5aa9f0; --saved: #b18ae6;
+  --device: #34c79f; --host: #5aa9f0; --other: #b18ae6; --rest: #61748a; --ok: #3fce8e;
+  --bad: #ff7b7b } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--bg); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif }
@@ -49,7 +50,7 @@ h1 span { white-space: normal } h2 { font-size: 18px; margin: 0 0 6px } p { marg
   border-radius: 12px; padding: 16px 18px; min-width: 0 }
 .tile { grid-column: span 6 }
 @media (min-width: 760px) { .tile { grid-column: span 3 } }
-@media (min-width: 1000px) { .half { grid-column: span 6 } }
+@media (min-width: 1240px) { .half { grid-column: span 6 } }
 @media (max-width: 480px) { main { padding: 14px 10px 30px } .card { padding: 12px }
   .cards { gap: 10px } b.big { font-size: 21px } }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 6px 0 10px; font-size: 13px }
