@@ -213,6 +213,7 @@ class DataTransportSuite(ABC):
         notices: list[bytes] = []
         ended: list[int] = []
         posted = [writer.post([(at, 1, at)], b"%d" % at + bytes(500)) for at in range(3000)]
+        deadline = time.monotonic() + READABLE_MS / 1000
 
         for _ in range(OBSERVATIONS_MAX):
             ends, _ = writer.observe(UNLIMITED)
@@ -221,6 +222,8 @@ class DataTransportSuite(ABC):
             notices += [notice.payload for notice in arrived]
             if len(notices) == len(posted) == len(ended):
                 break
+            if self.moves_itself and not ends and not arrived:
+                self.wait(target, deadline)
 
         assert sorted(ended) == posted
         assert sorted(notices) == sorted(b"%d" % at + bytes(500) for at in range(3000))
