@@ -126,7 +126,6 @@ def test_an_engine_that_began_anew_is_counted_from_nothing(vllm: Engine) -> None
 def test_who_is_down_is_shown_as_down_and_why(
     vllm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "SCRAPE_S", 1.0)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         serving_page("sglang.txt") as failing,
@@ -141,7 +140,12 @@ def test_who_is_down_is_shown_as_down_and_why(
             failing.url,
             strange.url,
         ]
-        live = asyncio.run(asked(watch_of(*urls)))
+        # Who answers must do so in time, which a busy machine may keep it from doing.
+        for scrape_s in (1.0, 10.0, 60.0):
+            monkeypatch.setattr(dashboard, "SCRAPE_S", scrape_s)
+            live = asyncio.run(asked(watch_of(*urls)))
+            if sum("did not answer" in each["cause"] for each in live["servers"]) == 1:
+                break
 
     assert live["health"]["state"] == "degraded"
     assert [each["up"] for each in live["servers"]] == [True, False, False, False, False]

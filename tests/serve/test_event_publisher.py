@@ -171,7 +171,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up_and_sees_what_it_missed
         last = 0
         for each in (awake, slow):
             while not await stream.beside(lambda each=each: each.read(wait_ms=50)):
-                stream.stream.take([stored(10 * last, 1)])
+                stream.stream.take([stored(10 * last + 5, 1)])  # None of those below.
                 last += 1
 
         # 16 MB, more than the network keeps: nobody waits for it.
@@ -179,7 +179,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up_and_sees_what_it_missed
             stream.stream.take([stored(1_000 * many, 2), removed(1_000 * (many - 1), many > 1)])
         while slow.number < stream.stream._next - 1:
             if not await stream.beside(lambda: slow.read(wait_ms=200)):
-                stream.stream.take([stored(10 * last, 1)])
+                stream.stream.take([stored(10 * last + 5, 1)])
                 last += 1
 
         assert slow.gaps

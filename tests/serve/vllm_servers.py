@@ -19,7 +19,7 @@ from penstock.serve.server_socket import address_of, listen
 from penstock.serve.vllm_app import RouterApp
 from penstock.serve.vllm_router import VllmRouter
 from penstock.serve.vllm_server import read_urls
-from tests.serve.conftest import ONE_EACH, SOON_S
+from tests.serve.conftest import ONE_EACH, SOON_S, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -234,12 +234,20 @@ def hang_in_a_handoff(conversation: Conversation) -> None:
 class RunningRouter:
     """A router on a port of its own, as clients see it."""
 
-    def __init__(self, prefill: Sequence[FakeVllm], decode: Sequence[FakeVllm], key: str) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[FakeVllm],
+        decode: Sequence[FakeVllm],
+        key: str,
+        *,
+        drain_s: float = 1.0,
+    ) -> None:
         self.bound = listen("127.0.0.1", 0)
         self.address = address_of(self.bound)
         self.client = httpx.Client(base_url=self.address, timeout=SOON_S, limits=ONE_EACH)
         self._urls = read_urls([each.url for each in prefill], [each.url for each in decode])
         self._key = key
+        self._drain_s = drain_s
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -253,6 +261,13 @@ class RunningRouter:
         """The state of each server, by its URL."""
         page = self.client.get("/health").json()
         return {**page["prefill"], **page["decode"]}
+
+    def is_up_after_misses(self, server: FakeVllm, count: int) -> bool:
+        """Whether a server that misses so many checks is used when it has answered the next."""
+        eventually(lambda: self.servers()[server.url]["up"], wanted=True)
+        server.misses, before = count, server.checks
+        eventually(lambda: server.checks > before + count, wanted=True)
+        return bool(self.servers()[server.url]["up"])
 
     def counted(self, name: str, **labels: str) -> float:
         found = 0.0
@@ -282,7 +297,7 @@ class RunningRouter:
             AccessLog(app.app(), metrics.count_response),
             connections_max=100,
             header_s=10.0,
-            drain_s=1.0,
+            drain_s=self._drain_s,
             on_stop=app.live.close,
             on_overtime=router.stop,
         )

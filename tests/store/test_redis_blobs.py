@@ -135,17 +135,18 @@ def test_the_call_after_a_restart_works(tmp_path: Path) -> None:
 def test_answers_that_do_not_come_as_they_should_cost_one_call(
     server: RedisServer, mood: Mood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_connections, "OPEN_S", 0.5)
     value = bytes(range(256)) * 40
     with closing(TcpProxy(server.port)) as proxy, open_blobs(proxy.url) as blobs:
         put(blobs, "proxy/value", value)
 
+        monkeypatch.setattr(redis_connections, "OPEN_S", 0.5)
         proxy.mood = mood
         with pytest.raises(BlobStoreError):
             take(blobs, "proxy/value", len(value), 0.3)
         with pytest.raises(BlobStoreError):
             blobs.get("proxy/value", timeout_s=0.3)
         proxy.mood = Mood.HONEST
+        monkeypatch.setattr(redis_connections, "OPEN_S", SOON_S)
 
         # An attempt to connect that was begun before may have to fail first.
         while True:
