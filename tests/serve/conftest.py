@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import penstock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 READY_S = 300.0
 SOON_S = 300.0
@@ -141,6 +141,13 @@ def pids_of(instance: str, running: Running) -> list[int]:
     """The processes of an instance: its scheduler, its ranks."""
     given = re.compile(rf"\0{instance}(-rank-\d+)?\.spec\0")
     return [pid for pid in descendants(running.process.pid) if given.search(command(pid))]
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kills processes; those that end with one of the others may be gone before their turn."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.runtime.stored_engine import (
     processes_of,
     prompt,
 )
-from tests.serve.conftest import descendants, eventually, serving
+from tests.serve.conftest import descendants, eventually, kill_all, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,8 +59,7 @@ def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_t
         os.kill(store, signal.SIGKILL)
         # A server that has no requests starts another one all the same.
         eventually(lambda: bool(processes_of(tmp_path / "disk") - {store}), wanted=True)
-        for pid in [*descendants(running.process.pid), running.process.pid]:
-            os.kill(pid, signal.SIGKILL)
+        kill_all([*descendants(running.process.pid), running.process.pid])
     with serving(model_folder, *options) as running:
         # More may have been saved before the kill.
         eventually(lambda: disk_of(running)["ready"] >= saved, wanted=True)

@@ -15,6 +15,7 @@ from tests.serve.conftest import (
     SOON_S,
     command,
     eventually,
+    kill_all,
     make_checkpoint,
     pids_of,
     serving,
@@ -135,8 +136,7 @@ def test_an_instance_that_is_killed_while_it_loads_leaves_everybody_on_one_versi
             )
             # The loads of both were begun at the same time.
             eventually(lambda: versions(running, "instance-0") != before, wanted=True)
-            for pid in processes:
-                os.kill(pid, signal.SIGKILL)
+            kill_all(processes)
             answer = call.result(SOON_S)
 
         said = answer.json()

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm import LLM, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 BLOCK = 32
 DEADLINE_S = 300.0
@@ -365,17 +366,23 @@ def store(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
 def kill_store(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
     """The store process is killed while the engine runs."""
     killed = [pid for pid, words in processes() if b"penstock.store" in words]
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+    kill_all(killed)
     return {"killed": len(killed)}
 
 
 def die(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
     """Every process of the engine is killed, the store process first."""
     found = sorted(processes(), key=lambda each: b"penstock.store" not in each[1])
-    for pid in [pid for pid, _ in found if pid != os.getpid()] + [os.getpid()]:
-        os.kill(pid, signal.SIGKILL)
+    kill_all([pid for pid, _ in found if pid != os.getpid()])
+    os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("nothing survives SIGKILL")
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kills processes; those that end with one of the others may be gone before their turn."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes() -> list[tuple[int, list[bytes]]]:

@@ -8,16 +8,14 @@ an earlier engine of the process off it.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 import time
 from itertools import count
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from engine_run import metrics_of, open_engine, processes, prompts_of, row_of, until
+from engine_run import kill_all, metrics_of, open_engine, processes, prompts_of, row_of, until
 from prometheus_client import REGISTRY
 
 from penstock.connectors.handoff import scheduler
@@ -156,8 +154,7 @@ class Pair:
         prompts = prompts_of(act)
         names = self._ask_decode(prompts, act)
         self._ask_prefill(prompts, names, act)
-        for pid in self._prefilling:
-            os.kill(pid, signal.SIGKILL)
+        kill_all(self._prefilling)
         return {"rows": self._answers(names)}
 
     def forget(self, act: dict[str, Any]) -> dict[str, Any]:

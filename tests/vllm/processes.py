@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,7 @@ def run_to_the_end(command: list[str], environment: dict[str, str]) -> tuple[int
         left = [pid for pid in session_of(engine.pid) if not ends(pid)]
         assert not left, printed[-6000:]
     finally:
-        for pid in session_of(engine.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_session(engine.pid)
     return engine.returncode, printed
 
 
@@ -85,8 +85,7 @@ class ForkServer:
             printed = self._output.read_text(errors="replace")
             assert not left, printed[-6000:]
         finally:
-            for each in session_of(pid):
-                os.kill(each, signal.SIGKILL)
+            kill_session(pid)
             if status is None:
                 # Of a job that was killed, so that the next job does not read it as its own.
                 self._answer(time.monotonic() + END_S)
@@ -131,6 +130,13 @@ def session_of(leader: int) -> list[int]:
         if int(session) == leader and state != "Z":
             found.append(int(folder.name))
     return found
+
+
+def kill_session(leader: int) -> None:
+    """Kills what is left of a session; some of it may end before its turn."""
+    for pid in session_of(leader):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def ends(pid: int) -> bool:

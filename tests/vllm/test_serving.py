@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import END_S, ENGINE_S, ends, session_of
+from processes import END_S, ENGINE_S, ends, kill_session, session_of
 
 from tests.ports import free_ports
 
@@ -148,8 +148,7 @@ def server(
         listening.join(END_S)
     finally:
         overdue.cancel()
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_session(process.pid)
         if process.stdout is not None:
             process.stdout.close()
 
