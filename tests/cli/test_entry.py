@@ -46,6 +46,27 @@ def test_the_entry_loads_nothing_that_the_extra_brings() -> None:
     assert done.stdout == "set()\n"
 
 
+def test_an_interrupt_while_modules_are_imported_is_a_status_and_no_traceback() -> None:
+    script = """
+import sys
+from penstock.cli.entry import main
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "penstock.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(["version"]))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "penstock.cli.entry", "version"],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from penstock.cli.app import run
 from penstock.serve.guard import KEY_VARIABLE
 from tests.loadtest.conftest import answer_whole
-from tests.serve.vllm_servers import FakeVllm, fail
+from tests.serve.conftest import SOON_S, eventually
+from tests.serve.vllm_servers import Conversation, FakeVllm, fail, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,6 +131,68 @@ def test_the_api_key_is_sent_and_written_nowhere(
     assert "s3cret" not in report.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("asked", ["SIGINT", "SIGTERM"])
+def test_a_run_that_is_interrupted_reports_what_was_measured_so_far(
+    openai: FakeVllm, tmp_path: Path, asked: str
+) -> None:
+    def answer_one(conversation: Conversation) -> None:
+        (answer_whole if len(openai.asked) == 1 else Conversation.hang)(conversation)
+
+    openai.always = answer_one
+    report = tmp_path / "run.json"
+    options = [*SMALL, "--concurrency", "1", "--json", str(report)]
+    command = [sys.executable, "-m", "penstock", "load", openai.url, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: len(openai.asked), 2)
+        process.send_signal(getattr(signal, asked))
+        out, err = process.communicate(timeout=SOON_S)
+    finally:
+        process.kill()
+        process.wait(SOON_S)
+
+    assert (process.returncode, err) == (130, "")
+    assert "the run was interrupted" in out
+    written = json.loads(report.read_text(encoding="utf-8"))
+    assert (written["interrupted"], written["answered"]) == (True, 1)
+
+
+def test_a_page_replaces_the_one_before_as_a_whole(openai: FakeVllm, tmp_path: Path) -> None:
+    page, kept = tmp_path / "pages" / "run.html", tmp_path / "kept.html"
+    command = ["load", openai.url, *SMALL, "--requests", "1", "--html", str(page)]
+    assert run([*command, "--label", "first"]) == 0
+    kept.hardlink_to(page)
+
+    assert run([*command, "--label", "second"]) == 0
+
+    # Whoever has the first page open reads that one to its end.
+    assert "first" in kept.read_text(encoding="utf-8")
+    assert "second" in page.read_text(encoding="utf-8")
+    assert list(page.parent.iterdir()) == [page]
+
+
+def test_a_server_that_wants_another_key_is_wrong_usage_and_says_where_to_put_it(
+    openai: FakeVllm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running([], [openai], key="right") as locked:
+        status = run(["load", locked.address])
+
+    assert status == 2
+    assert capsys.readouterr().err == (
+        f"penstock: API key: is missing or wrong for {locked.address}, must be in "
+        f"--api-key-file FILE or {KEY_VARIABLE}\n"
+    )
+
+
+def test_https_to_a_server_without_tls_says_what_to_try(
+    openai: FakeVllm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["load", openai.url.replace("http://", "https://")])
+
+    assert status == 3
+    assert capsys.readouterr().err.endswith("; if it has no TLS, its address begins with http://\n")
+
+
 def test_runs_are_laid_side_by_side(
     openai: FakeVllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +234,10 @@ def test_nobody_at_the_address_cannot_run_here(capsys: pytest.CaptureFixture[str
         (["--prompt-max", "5"], "--prompt-max"),
         (["--trace", "conversation", "--turns", "5"], "--turns"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--api-key-file", "nowhere.key"], "nowhere.key"),
+        (["--api-key-file", "nowhere.key"], "--api-key-file: is 'nowhere.key'"),
+        (["--api-key-file", ""], "--api-key-file: is empty"),
+        (["--html", "-"], "--html"),
+        (["--html", "here", "--json", "here"], "--html"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.requests import Request
 
+from penstock.cli.app import run
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
 from penstock.serve.guard import Guard, find_key
@@ -155,3 +156,12 @@ def test_a_file_without_a_usable_key_is_refused_and_not_shown(
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         find_key(ServeTable(api_key_file=str(tmp_path / "none")), {})
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--api-key-file"])
+@pytest.mark.parametrize("words", [["dashboard", "--metrics"], ["router", "--vllm-decode"]])
+def test_an_option_that_an_unset_variable_left_empty_opens_no_server(
+    option: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, "http://127.0.0.1:1", option, ""]) == 2
+    assert capsys.readouterr().err.startswith(f"penstock: {option}: is empty, must be left out")

@@ -26,13 +26,12 @@ from typer.main import get_command
 
 from penstock import __version__
 from penstock.cli.conventions import ExitStatus
+from penstock.cli.entry import INTERRUPTED
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-INTERRUPTED = 130
-"""As a shell has it for a command that Ctrl-C ended."""
 RUN = "Run"
 SET_UP = "Set up"
 PROVE = "Try, test and measure"

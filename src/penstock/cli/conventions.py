@@ -94,6 +94,16 @@ def chosen_seeds(
     return range(seed, seed + 1)
 
 
+def require_two_files(json: Path | None, html: Path | None) -> None:
+    """Before hours of work: a page needs a file, and another one than the JSON."""
+    if html is None:
+        return
+    if str(html) == "-" or (json is not None and json.resolve() == html.resolve()):
+        raise typer.BadParameter(
+            f"is {str(html)!r}, must be a file of its own for the page", param_hint="--html"
+        )
+
+
 def write_json(path: Path, document: object) -> None:
     """Writes a JSON document; to standard output if the path is `-`."""
     text = json.dumps(document, indent=2, allow_nan=False)

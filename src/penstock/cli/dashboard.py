@@ -56,13 +56,14 @@ def show_dashboard(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(f'{missing[0]} is not installed: pip install "penstock[cli,serve]"')
-    from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.guard import find_key, require_usable_options  # noqa: PLC0415  (needs the extras)
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415
 
     if len(metrics) > SERVERS_MAX:
         raise ConfigError("--metrics", f"is there {len(metrics)} times, may be {SERVERS_MAX} times")
     urls = [ServerUrl.read("--metrics", _server(each)) for each in metrics]
+    require_usable_options(api_key, api_key_file)
     given = {
         "host": host,
         "api_key": api_key,

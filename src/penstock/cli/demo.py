@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.cli.conventions import ExitStatus, JsonOption, write_json, write_text
 from penstock.cli.serve import ModelOption, require_extras
 
 if TYPE_CHECKING:
@@ -92,13 +92,7 @@ def _console() -> Console:
 def _write_picture(path: Path, played: Played) -> None:
     from penstock.demo.page import html_of  # noqa: PLC0415
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html_of(played), encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{path} cannot be written: {error.strerror}", param_hint="--picture"
-        ) from error
+    write_text(path, html_of(played), option="--picture")
 
 
 PIPED_WIDTH = 110

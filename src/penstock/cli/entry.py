@@ -18,10 +18,20 @@ if TYPE_CHECKING:
 
 CANNOT_RUN_HERE = 3
 """The same as `ExitStatus.CANNOT_RUN_HERE`, which may not be imported yet."""
+INTERRUPTED = 130
+"""As a shell has it for a command that Ctrl-C ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one `penstock` command, by default from `sys.argv`, and returns its exit status."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        # While modules are imported, which takes a second of some commands.
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     if find_spec("typer") is None or find_spec("rich") is None:
         if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
             print(f"penstock {__version__}")

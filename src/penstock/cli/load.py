@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,9 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock import __version__
-from penstock.cli.conventions import ExitStatus, JsonOption, SeedOption, write_json
+from penstock.cli.conventions import (
+    ExitStatus,
+    JsonOption,
+    SeedOption,
+    require_two_files,
+    write_json,
+    write_text,
+)
+from penstock.cli.entry import INTERRUPTED
 from penstock.cli.serve import ApiKeyFileOption
-from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError
 from penstock.loadtest.page import load_page
 from penstock.loadtest.report import LoadContext, describe_runs, load_report, read_report
@@ -134,8 +142,9 @@ def load(  # noqa: PLR0913 - each is an option
     """Ask a server with OpenAI's API as many users would, and measure its answers.
 
     It works with Penstock, vLLM, SGLang and others. What is asked follows from --seed alone. The
-    status is 1 if a request failed.
+    status is 1 if a request failed. Ctrl-C ends the run and reports what was measured until then.
     """
+    require_two_files(json, html)
     _require_seconds(timeout=timeout, seconds=seconds, ttft_bound=ttft_bound, tpot_bound=tpot_bound)
     lengths = {"turns": turns, "prefixes": prefixes, "turn_tokens": turn_tokens}
     lengths |= {"system_tokens": system_tokens, "context_tokens": context_tokens}
@@ -158,8 +167,7 @@ def load(  # noqa: PLR0913 - each is an option
     )
     report = _measure(plan, target, context, seconds=seconds, own_answers=own_answers)
     _show([report], json=json, html=html)
-    if report.answered < report.requests or not report.requests:
-        raise typer.Exit(ExitStatus.FINDING)
+    raise typer.Exit(_status_of(report))
 
 
 def compare_loads(
@@ -173,6 +181,7 @@ def compare_loads(
     """Lay runs of `penstock load` side by side; others are compared with the first one."""
     if len(files) < 2:
         raise typer.BadParameter("is one file, must be two or more", param_hint="FILE...")
+    require_two_files(json, html)
     reports = [read_report(path) for path in files]
     if len({each.label for each in reports}) < len(reports):
         reports = [
@@ -272,7 +281,7 @@ def _target(
     if find_spec("h11") is None:
         raise UnavailableError('h11 is not installed: pip install "penstock[cli,serve]"')
     from penstock.loadtest.exchange import PATHS, LoadTarget  # noqa: PLC0415  (needs the extra)
-    from penstock.serve.guard import find_key  # noqa: PLC0415
+    from penstock.serve.guard import find_client_key  # noqa: PLC0415
     from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415
 
     if api not in PATHS:
@@ -283,7 +292,7 @@ def _target(
         url=ServerUrl.read("URL", url.rstrip("/").removesuffix("/v1")),
         model=model or "",
         api=api,
-        api_key=find_key(ServeTable(api_key_file=key_file or "")),
+        api_key=find_client_key(key_file),
         timeout_s=timeout_s,
         ignore_eos=ignore_eos,
     )
@@ -310,11 +319,26 @@ def _measure(
         )
         interrupted = False
         try:
-            asyncio.run(run.run(plan.sessions))
-        except KeyboardInterrupt:
+            asyncio.run(_run_until_asked_to_end(run, plan.sessions))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             # What was measured so far is worth more than a traceback.
             interrupted = True
     return load_report(run.asked, context, began_s=run.began_s, interrupted=interrupted)
+
+
+async def _run_until_asked_to_end(run: LoadRun, sessions: Iterator[ScriptSession]) -> None:
+    """Runs, and is cancelled by SIGTERM as asyncio does by itself for Ctrl-C."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await run.run(sessions)
+
+
+def _status_of(report: LoadReport) -> int:
+    if report.interrupted:
+        return INTERRUPTED
+    failed = report.answered < report.requests or not report.requests
+    return ExitStatus.FINDING if failed else ExitStatus.FINE
 
 
 @contextmanager
@@ -345,12 +369,7 @@ def _show(reports: Sequence[LoadReport], *, json: Path | None, html: Path | None
         document = [msgspec.to_builtins(each) for each in reports]
         write_json(json, document[0] if len(document) == 1 else document)
     if html is not None:
-        try:
-            html.write_text(load_page(reports), encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(
-                f"{html} cannot be written: {error.strerror}", param_hint="--html"
-            ) from error
+        write_text(html, load_page(reports), option="--html")
 
 
 def _require_seconds(**given: float | None) -> None:

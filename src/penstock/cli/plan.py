@@ -12,7 +12,13 @@ import msgspec
 import typer
 
 from penstock.cache.eviction import policy_named
-from penstock.cli.conventions import JobsOption, JsonOption, write_json, write_text
+from penstock.cli.conventions import (
+    JobsOption,
+    JsonOption,
+    require_two_files,
+    write_json,
+    write_text,
+)
 from penstock.cli.replay import (
     DEVICE_GIB,
     KV_BYTES,
@@ -69,7 +75,7 @@ def plan(  # noqa: PLR0913 - each is an option
 
     With rates, the plan predicts first tokens, and how they change with the load.
     """
-    _require_two_files(json, html)
+    require_two_files(json, html)
     policies = tuple(policy.split(","))
     for name in policies:
         policy_named(name, place="--policy")
@@ -91,16 +97,6 @@ def plan(  # noqa: PLR0913 - each is an option
         write_json(json, msgspec.to_builtins(made))
     if html is not None:
         write_text(html, page_of(made), option="--html")
-
-
-def _require_two_files(json: Path | None, html: Path | None) -> None:
-    """Before hours of work: a page needs a file, and another one than the JSON."""
-    if html is None:
-        return
-    if str(html) == "-" or (json is not None and json.resolve() == html.resolve()):
-        raise typer.BadParameter(
-            f"is {str(html)!r}, must be a file of its own for the page", param_hint="--html"
-        )
 
 
 def _bandwidths(given: list[str]) -> dict[str, float]:

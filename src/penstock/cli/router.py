@@ -69,11 +69,12 @@ def route(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(f'{missing[0]} is not installed: pip install "penstock[cli,serve]"')
-    from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.guard import find_key, require_usable_options  # noqa: PLC0415  (needs the extras)
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import read_urls  # noqa: PLC0415
 
     prefill, decode = read_urls(vllm_prefill or (), vllm_decode or ())
+    require_usable_options(api_key, api_key_file)
     given = {
         "host": host,
         "port": port,

@@ -17,11 +17,10 @@ import typer
 from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import ApiKeyFileOption
-from penstock.config.values import KEY_VARIABLE, ServeTable
 from penstock.errors import ConfigError, UnavailableError, shown
 from penstock.observe.miss_reasons import MISS_ADVICE
 from penstock.observe.traffic import HANDED
-from penstock.serve.guard import find_key
+from penstock.serve.guard import find_client_key, wrong_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -127,11 +126,7 @@ class LiveClient:
         finally:
             connection.close()
         if status == 401:
-            raise ConfigError(
-                "API key",
-                f"is missing or wrong for {self.url}, must be in --api-key-file FILE or "
-                f"{KEY_VARIABLE}",
-            )
+            raise wrong_key(self.url)
         try:
             found = json_module.loads(content)
         except ValueError:
@@ -141,7 +136,7 @@ class LiveClient:
 
 def live_client(url: str, api_key_file: str | None) -> LiveClient:
     """A client with the key of a file or of the environment."""
-    return LiveClient(url, find_key(ServeTable(api_key_file=api_key_file or "")))
+    return LiveClient(url, find_client_key(api_key_file))
 
 
 def show_status(

@@ -28,6 +28,7 @@ import h11
 import msgspec
 
 from penstock.errors import UnavailableError, shown
+from penstock.serve.guard import wrong_key
 from penstock.serve.vllm_server import ServerUrl, VllmAnswer, VllmFailure, VllmRequest
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class LoadTarget:
 
         Raises:
             UnavailableError: it cannot be reached, or does not name its models.
+            ConfigError: it has a key, and this is another one.
         """
         what = f"GET {self.url}/v1/models"
         exchange = self._exchange()
@@ -229,6 +231,8 @@ class LoadTarget:
         except TimeoutError as error:
             raise UnavailableError(f"{what} was not answered in time") from error
         except _Failed as failed:
+            if failed.failure.kind == "status 401":
+                raise wrong_key(str(self.url)) from failed
             raise UnavailableError(f"{what}: {failed}") from failed
         except VllmFailure as failure:
             raise UnavailableError(str(failure)) from failure

@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.values import KEY_VARIABLE
+from penstock.config.values import KEY_VARIABLE, ServeTable
 from penstock.errors import ConfigError
 from penstock.serve.fields import BadRequest
 from penstock.transport.machine_keys import is_loopback
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
     from starlette.requests import Request as HttpRequest
-
-    from penstock.config.values import ServeTable
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _FILE_BYTES_MAX = 4096
@@ -82,19 +80,54 @@ def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.envir
     """
     of_environment = environment.pop(KEY_VARIABLE, "")
     if serve.api_key_file:
-        return _key_in(Path(serve.api_key_file))
+        return _key_in(Path(serve.api_key_file), "serve.api_key_file")
     if serve.api_key:
         return _usable("serve.api_key", serve.api_key)
     return _usable(KEY_VARIABLE, of_environment) if of_environment else ""
 
 
-def _key_in(path: Path) -> str:
+def find_client_key(api_key_file: str | None) -> str:
+    """The key that a command sends to a server, empty if it was given none.
+
+    Raises:
+        ConfigError: the key, or the file that should hold it, is not usable.
+    """
+    require_usable_options(None, api_key_file)
+    if api_key_file is not None:
+        return _key_in(Path(api_key_file), "--api-key-file")
+    return find_key(ServeTable())
+
+
+def require_usable_options(api_key: str | None, api_key_file: str | None) -> None:
+    """Refuses options that seem to give a key and give none, such as an unset shell variable.
+
+    Raises:
+        ConfigError: one of them is empty, or both are given.
+    """
+    if api_key is not None and api_key_file is not None:
+        raise ConfigError(
+            "--api-key", "is given beside --api-key-file, must be only one of the two"
+        )
+    for option, given in (("--api-key", api_key), ("--api-key-file", api_key_file)):
+        if given == "":
+            raise ConfigError(option, "is empty, must be left out to do without a key")
+
+
+def wrong_key(url: str) -> ConfigError:
+    """What a command raises if a server wants another key."""
+    return ConfigError(
+        "API key",
+        f"is missing or wrong for {url}, must be in --api-key-file FILE or {KEY_VARIABLE}",
+    )
+
+
+def _key_in(path: Path, place: str) -> str:
     try:
         with path.open("rb") as file:
             found = file.read(_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(
-            "serve.api_key_file", f"is {str(path)!r}, which cannot be read: {error.strerror}"
+            place, f"is {str(path)!r}, which cannot be read: {error.strerror}"
         ) from error
     return _usable(f"the key in {str(path)!r}", found.decode("latin-1").strip())
 

@@ -33,6 +33,7 @@ from penstock.engine.defaults import (
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole, InstanceSpec
 from penstock.errors import ConfigError, UnavailableError
+from penstock.serve.guard import require_usable_options
 from penstock.serve.role_secret import MAKE_KEYS, secret_between
 from penstock.transport.machine_keys import MachineKeys, is_loopback
 from penstock.vocabulary.dtypes import DType
@@ -147,16 +148,7 @@ def _roles_of(config: Config | None, options: ServeOptions) -> dict[str, int | N
 
 def _key_of(options: ServeOptions) -> dict[str, str | None]:
     """A key of the command line overrides both keys of the file."""
-    if options.api_key is not None and options.api_key_file is not None:
-        raise ConfigError(
-            "--api-key", "is given beside --api-key-file, must be only one of the two"
-        )
-    for option, given in (
-        ("--api-key", options.api_key),
-        ("--api-key-file", options.api_key_file),
-    ):
-        if given == "":
-            raise ConfigError(option, "is empty, must be left out to serve without a key")
+    require_usable_options(options.api_key, options.api_key_file)
     if options.api_key is None and options.api_key_file is None:
         return {}
     return {"api_key": options.api_key or "", "api_key_file": options.api_key_file or ""}

@@ -166,6 +166,11 @@ class VllmAnswer:
             raise self._failure("cannot be reached: it did not answer in time") from error
         except UnicodeError as error:
             raise self._failure(f"cannot be reached: no host has this name ({error})") from error
+        except ssl.SSLError as error:
+            cause = error.reason or str(error)
+            raise self._failure(
+                f"cannot be reached: {cause}; if it has no TLS, its address begins with http://"
+            ) from error
         except OSError as error:
             cause = error.strerror or str(error)
             if isinstance(error, ConnectionError) and error.errno is not None:
@@ -242,6 +247,8 @@ class VllmAnswer:
         except OSError as error:
             raise self._failure(f"broke the connection: {error.strerror or error}") from error
         except h11.RemoteProtocolError as error:
+            if self._http.their_state is h11.ERROR and self._reader.at_eof() and not self.status:
+                raise self._failure("closed the connection without an answer") from error
             raise self._failure(f"broke off its answer ({error})") from error
         return event
 
