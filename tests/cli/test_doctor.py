@@ -47,6 +47,11 @@ def test_a_problem_ends_with_status_one_and_its_remedy(
 
     written = json.loads(capsys.readouterr().out)
     assert status == 1
+    # What others read: these keys stay.
+    assert set(written) == {"penstock", "problems", "findings"}
+    assert {frozenset(each) for each in written["findings"]} == {
+        frozenset({"check", "status", "seen", "remedy"})
+    }
     assert written["problems"] == 1
     [found] = [each for each in written["findings"] if each["status"] == "problem"]
     assert found["seen"] == f"127.0.0.1:{port}: Address already in use"

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from penstock.config import parse_config
-from penstock.doctor.checks import CHECKS, DoctorFinding, FindingStatus, examine, link_bytes_per_s
+from penstock.connectors.vllm.versions import TESTED
+from penstock.doctor.checks import (
+    CHECKS,
+    TESTED_PACKAGES,
+    DoctorFinding,
+    FindingStatus,
+    examine,
+    link_bytes_per_s,
+)
 from penstock.doctor.facts import DiskRate, DiskRoom, GpuRate, MachineFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 GIB = 1 << 30
 MEMINFO = "MemAvailable:   33554432 kB\nHugepagesize:       2048 kB\nHugePages_Free:        0\n"
@@ -38,6 +47,23 @@ name = "host"
 kind = "host"
 gib = 8
 """
+REDIS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://cache:6380"\n'
+CLUSTER = CONFIG + (
+    '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://a,b:7000"\ncluster = true\n'
+)
+MOONCAKE = CONFIG + '[[tiers]]\nname = "shared"\nkind = "mooncake"\nmaster = "cache:50051"\n'
+OBJECTS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "s3://bucket/kv"\n'
+FOLDER = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "file:///mnt/kv"\n'
+PACKAGES = {
+    "demo": ["torch", "uvicorn"],
+    "redis": ["redis"],
+    "mooncake": ["mooncake-transfer-engine"],
+    "objects": ["obstore"],
+    "compression": ["zstandard"],
+    "disk-encryption": ["cryptography"],
+    "otel": ["opentelemetry-sdk"],
+    "nixl": ["nixl"],
+}
 DISK = CONFIG + '[[tiers]]\nname = "disk"\nkind = "disk"\ngib = 100\npath = "/disk"\n'
 
 
@@ -51,6 +77,8 @@ class Machine:
             limit=lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
             cores=lambda: 16,
             package=lambda _: None,
+            packages_of=lambda extra: PACKAGES[extra],
+            reach=lambda *_: "",
             compiler=lambda: "gcc",
             compiler_says=lambda _: "gcc 12",
             room=lambda _: DiskRoom(1000 * GIB, 900 * GIB),
@@ -95,7 +123,9 @@ def test_a_healthy_machine_has_no_finding_but_ok(machine: Machine) -> None:
 
     assert set(statuses(findings)) == {"ok"}
     # A file without [serve] asks for no port.
-    assert {each.check for each in findings} == {*CHECKS, "disk room"} - {"ports", "versions"}
+    # None has packages that matter here, and no store is shared.
+    unasked = {"ports", "versions", "packages", "shared store"}
+    assert {each.check for each in findings} == {*CHECKS, "disk room"} - unasked
 
 
 def test_a_machine_that_says_nothing_is_no_problem(tmp_path: Path, machine: Machine) -> None:
@@ -111,6 +141,31 @@ def test_a_host_tier_larger_than_the_memory_is_a_problem(machine: Machine) -> No
     assert "32.00 GiB are available" in seen
     assert "64.00 GiB" in seen
     assert "make the host tiers smaller" in remedy
+
+
+@pytest.mark.parametrize(
+    ("tables", "wanted"),
+    [
+        ("", 8),
+        ("cache.ranks = 2\n", 16),
+        ("[serve]\ninstances = 3\n", 24),
+        ("[engine]\nprefill_tp = 2\ndecode_tp = 1\n", 24),
+        ("[engine]\nprefill_tp = 2\ndecode_tp = 1\n[serve]\nprefill = 1\ndecode = 2\n", 32),
+        ('[engine]\nrole = "decode"\ndecode_tp = 2\nprefill_tp = 1\n[serve]\ninstances = 2\n', 32),
+        ('[engine]\nrole = "router"\n[serve]\nrouter = "tcp://127.0.0.1:7000"\n', 0),
+    ],
+)
+def test_every_rank_of_every_instance_takes_the_memory_of_a_host_tier(
+    machine: Machine, tables: str, wanted: int
+) -> None:
+    machine.write({"/proc/meminfo": "MemAvailable:   6291456 kB\n"})
+    head, _, tiers = CONFIG.partition("[[tiers]]")
+    config = f"{head}{tables}[[tiers]]{tiers}"
+
+    status, seen, _ = only(machine.check("memory", config))
+
+    assert status == ("problem" if wanted else "ok")
+    assert f"host tiers need {wanted}.00 GiB" in seen or not wanted
 
 
 def test_a_control_group_limits_memory_more_than_the_machine(machine: Machine) -> None:
@@ -343,6 +398,89 @@ def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) ->
     assert findings[1].seen.startswith("6 of 10 ports")
 
 
+def test_ports_of_kv_events_are_looked_at_for_every_instance(machine: Machine) -> None:
+    config = f"{CONFIG}[serve]\ninstances = 2\n[events]\nport = 6000\nreplay_port = 6100\n"
+
+    findings = machine.check("ports", config, port=lambda _, port: "in use" if port == 6001 else "")
+
+    assert statuses(findings) == ["ok", "problem"]
+    assert findings[1].seen == "events.port: 127.0.0.1:6001: in use"
+    assert findings[1].remedy.endswith("choose another events.port")
+
+
+@pytest.mark.parametrize(
+    ("config", "packages", "missing", "extra"),
+    [
+        (CONFIG, {}, "", ""),
+        (f"{CONFIG}[serve]\n", {}, "torch, uvicorn", "engine,serve"),
+        (f"{CONFIG}[serve]\n", {"torch": "2", "uvicorn": "1"}, "", ""),
+        (REDIS, {}, "redis", "redis"),
+        (f'{REDIS}compression = "zstd"\n', {"redis": "8"}, "zstandard", "compression"),
+        (MOONCAKE, {}, "mooncake-transfer-engine", "mooncake"),
+        (MOONCAKE, {"mooncake-transfer-engine-non-cuda": "0.3.13"}, "", ""),
+        (OBJECTS, {}, "obstore", "objects"),
+        (FOLDER, {}, "", ""),
+        (f'{DISK}key_file = "/key"\n', {}, "cryptography", "disk-encryption"),
+        (f'{CONFIG}[handoff]\ntransport = "nixl"\n', {}, "nixl", "nixl"),
+    ],
+)
+def test_what_a_configuration_asks_for_must_be_installed(
+    machine: Machine, config: str, packages: dict[str, str], missing: str, extra: str
+) -> None:
+    findings = machine.check("packages", config, package=packages.get)
+
+    if not missing:
+        assert findings == []
+        return
+    status, seen, remedy = only(findings)
+    assert status == "problem"
+    assert seen.startswith(f"{missing} not installed, and ")
+    assert remedy == f'pip install "penstock[{extra}]"'
+
+
+@pytest.mark.parametrize(
+    ("config", "silent", "status", "seen"),
+    [
+        (REDIS, set(), "ok", "cache:6380: somebody listens"),
+        (REDIS, {"cache"}, "problem", "cache:6380: no answer"),
+        (CLUSTER, {"a"}, "warning", "a:6379: no answer; b:7000: somebody listens"),
+        (CLUSTER, {"a", "b"}, "problem", "a:6379: no answer; b:7000: no answer"),
+        (MOONCAKE, {"cache"}, "problem", "cache:50051: no answer"),
+        (OBJECTS, {"cache"}, "ok", "not asked; `penstock store probe` does"),
+        (f'{OBJECTS}endpoint = "https://minio"\n', {"minio"}, "problem", "minio:443: no answer"),
+    ],
+)
+def test_a_shared_store_must_be_there(
+    machine: Machine, config: str, silent: set[str], status: str, seen: str
+) -> None:
+    found = only(
+        machine.check(
+            "shared store", config, reach=lambda host, _: "no answer" if host in silent else ""
+        )
+    )
+
+    assert found[:2] == (status, f"tier 'shared': {seen}")
+
+
+def test_a_shared_folder_must_take_files(machine: Machine) -> None:
+    assert only(machine.check("shared store", FOLDER))[0] == "ok"
+    status, _, remedy = only(machine.check("shared store", FOLDER, disk_rate=lambda _: "/mnt: no"))
+
+    assert (status, remedy[:13]) == ("problem", "mount /mnt/kv")
+
+
+def test_tested_versions_are_those_that_the_tests_run_with() -> None:
+    root = Path(__file__).parents[2]
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (root / "constraints.txt").read_text(), re.M))
+    pinned["mooncake-transfer-engine"] = pinned["mooncake-transfer-engine-non-cuda"]
+
+    for name, tested in TESTED_PACKAGES.items():
+        parts = pinned[name].split(".")[: len(tested)]
+        assert parts == [str(part) for part in tested], name
+    vllm = (root / ".ci" / "vllm-environment").read_text()
+    assert f"{'.'.join(map(str, TESTED))}." in vllm
+
+
 @pytest.mark.parametrize(
     ("packages", "expected"),
     [
@@ -351,7 +489,8 @@ def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) ->
         ({"torch": "2.6.0", "nixl": "1.7.0"}, ["warning", "warning"]),
         ({"vllm": "0.32.1", "torch": "2.6.0"}, ["ok"]),
         ({"vllm": "0.40.0"}, ["warning"]),
-        ({"sglang": "0.5", "mooncake-transfer-engine": "0.3"}, ["ok", "ok"]),
+        ({"sglang": "0.5", "mooncake-transfer-engine": "0.3.13.post1"}, ["ok", "ok"]),
+        ({"mooncake-transfer-engine": "0.3.9"}, ["warning"]),
     ],
 )
 def test_versions_are_compared_with_those_tested(

@@ -16,7 +16,9 @@ from penstock.doctor.facts import (
     measure_disk,
     measure_gpus,
     package_version,
+    packages_of,
     port_problem,
+    reach_problem,
     room_of,
 )
 
@@ -46,6 +48,31 @@ def test_a_folder_that_is_not_there_yet_is_measured_where_it_would_be(tmp_path: 
 
 def test_a_folder_that_refuses_files_says_why() -> None:
     assert "/proc: " in str(measure_disk("/proc"))
+
+
+def test_a_file_in_the_place_of_a_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert measure_disk(str(tmp_path / "file" / "kv")) == f"{tmp_path}/file: it is no folder"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_somebody_is_reached_where_somebody_listens(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert reach_problem("127.0.0.1", port) == ""
+    assert reach_problem("127.0.0.1", port) == "Connection refused"
+    assert reach_problem("no.such.host.invalid", 1) != ""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen(1)
+        assert reach_problem(str(tmp_path / "socket"), 0) == ""
+    assert reach_problem(str(tmp_path / "none"), 0) == "No such file or directory"
+
+
+def test_the_packages_of_an_extra_are_known() -> None:
+    assert {"starlette", "uvicorn", "prometheus-client"} <= set(packages_of("serve"))
+    assert packages_of("no-such-extra") == []
 
 
 def test_a_port_is_free_until_somebody_listens() -> None:

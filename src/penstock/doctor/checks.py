@@ -16,12 +16,22 @@ from __future__ import annotations
 import math
 import re
 import resource
+from collections import Counter
 from enum import Enum
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.config.values import port_range
+from penstock.config.shared_stores import (
+    CLIENT_SETTINGS,
+    MASTER,
+    MooncakeSettings,
+    Node,
+    ObjectSettings,
+    RedisSettings,
+)
+from penstock.config.values import EngineTable, ServeTable, port_range, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
 from penstock.tiers.linux_memory import (
     Pages,
@@ -32,11 +42,12 @@ from penstock.tiers.linux_memory import (
     online_nodes,
     pages_to_try,
 )
+from penstock.transport.machine_keys import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from penstock.config import TierKind
+    from penstock.config import Config, TierKind
     from penstock.doctor.facts import MachineFacts
 
 MEMORY_BYTES_MIN = 2 << 30
@@ -53,8 +64,17 @@ LANE_BYTES_PER_S = {2.5: 0.25e9, 5: 0.5e9, 8: 0.985e9, 16: 1.969e9, 32: 3.938e9,
 """Of one PCIe lane, by its transfers a second in 1e9."""
 SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
 """Reading these takes a call into the kernel, microseconds each time."""
-TESTED_TORCH = (2, 13)
-TESTED_NIXL = (1, 5)
+TESTED_PACKAGES = {
+    "torch": (2, 13),
+    "nixl": (1, 5),
+    "mooncake-transfer-engine": (0, 3, 13),
+    "mooncake-transfer-engine-non-cuda": (0, 3, 13),
+}
+"""As in constraints.txt, which is not part of the package; a test compares them."""
+STORE_KINDS = tuple(CLIENT_SETTINGS)
+"""Shared stores; each kind has an extra of the same name."""
+MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+"""Either will do."""
 PORTS_TRIED_MAX = 256
 
 
@@ -98,9 +118,35 @@ def _tiers(facts: MachineFacts, kind: str) -> list[tuple[str, TierKind]]:
     return [(tier.name, found) for tier, found in pairs if found.name == kind]
 
 
+def _instances_of(config: Config) -> dict[int, int]:
+    """The instances that `penstock serve` starts with this file, by how many ranks they have."""
+    engine, serve = config.engine or EngineTable(), config.serve or ServeTable()
+    ranks = config.cache.rank_count
+    if engine.role == "router":
+        return {}
+    if engine.ranks_at:
+        return {len(rank_range(engine.ranks_here)): 1}
+    if engine.role in {"prefill", "decode"}:
+        own = engine.prefill_tp if engine.role == "prefill" else engine.decode_tp
+        return {own or ranks: serve.instances}
+    if not engine.prefill_tp:
+        return {ranks: serve.instances}
+    found = Counter({engine.prefill_tp: serve.prefill or serve.instances})
+    found[engine.decode_tp] += serve.decode or serve.instances
+    return dict(found)
+
+
 def _host_bytes(facts: MachineFacts) -> int:
-    """The memory of all host tiers whose size is given in GiB."""
-    return sum(round(kind.gib * (1 << 30)) for _, kind in _tiers(facts, "host") if kind.gib)
+    """The memory of all host tiers whose size is given in GiB, on all ranks of this machine."""
+    config = facts.config
+    if config is None:
+        return 0
+    of_rank = sum(round(kind.gib * (1 << 30)) for _, kind in _tiers(facts, "host") if kind.gib)
+    arenas = sum(
+        count * (1 if config.equal_ranks else ranks)
+        for ranks, count in _instances_of(config).items()
+    )
+    return of_rank * arenas
 
 
 def _check_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
@@ -115,8 +161,9 @@ def _check_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
         yield _problem(
             "memory",
             f"{seen}; host tiers need {gib(wanted)}",
-            "make the host tiers smaller (gib), end other programs, or raise the limit "
-            "(memory.max, docker --memory, resources.limits.memory)",
+            "make the host tiers smaller (each rank of each instance takes gib), start fewer, end "
+            "other programs, or raise the limit (memory.max, docker --memory, "
+            "resources.limits.memory)",
         )
     elif tightest.available_bytes < MEMORY_BYTES_MIN:
         yield _warning(
@@ -394,6 +441,7 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
     else:
         yield _ok("ports", f"{host}:{port} is free" if port else "any free port is taken")
+    yield from _event_ports(facts)
     ports = port_range(serve.ports) if serve else range(0)
     tried = ports[:PORTS_TRIED_MAX]
     taken = [each for each in tried if facts.port("0.0.0.0", each)]
@@ -403,6 +451,121 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
             f"{len(taken)} of {len(tried)} ports of serve.ports are in use",
             "a wider range: each connection takes two",
         )
+
+
+def _event_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    """Whether KV events can be published: two ports for each instance."""
+    events = facts.config.events if facts.config else None
+    if facts.config is None or events is None:
+        return
+    count = max(1, sum(_instances_of(facts.config).values()))
+    wanted = {"port": events.port, "replay_port": events.replay_port}
+    for name, first in wanted.items():
+        taken = [
+            f"{events.host}:{each}: {why}"
+            for each in (range(first, first + count) if first else ())
+            if (why := facts.port(events.host, each))
+        ]
+        if taken:
+            yield _problem(
+                "ports",
+                f"events.{name}: {'; '.join(taken)}",
+                f"end the program that listens there (ss -ltnp), or choose another events.{name}",
+            )
+
+
+def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    """Whether what the configuration asks for is installed."""
+    for extra, why in _wanted_extras(facts):
+        # The demo serves a model: its extra is the least that a server needs.
+        names = facts.packages_of("demo" if extra == "engine,serve" else extra)
+        missing = [name for name in names if facts.package(name) is None]
+        if extra == "mooncake" and any(facts.package(name) is not None for name in MOONCAKE):
+            continue
+        if missing:
+            yield _problem(
+                "packages",
+                f"{', '.join(missing)} not installed, and {why}",
+                f'pip install "penstock[{extra}]"',
+            )
+
+
+def _wanted_extras(facts: MachineFacts) -> Iterator[tuple[str, str]]:
+    """Each with why."""
+    config = facts.config
+    if config is None:
+        return
+    serve, engine, handoff = config.serve, config.engine, config.handoff
+    if serve is not None or engine is not None:
+        yield "engine,serve", "the file is that of a server"
+    if serve is not None and serve.tracing:
+        yield "otel", "serve.tracing is true"
+    if handoff is not None and handoff.transport == "nixl":
+        yield "nixl", "handoff.transport is 'nixl'"
+    elif engine is not None and engine.handoff_host and not is_loopback(engine.handoff_host):
+        yield "nixl", "engine.handoff_host lets other machines hand over"
+    for kind in (*STORE_KINDS, "disk"):
+        for name, found in _tiers(facts, kind):
+            yield from _extras_of_tier(name, found)
+
+
+def _extras_of_tier(name: str, kind: TierKind) -> Iterator[tuple[str, str]]:
+    options = kind.options
+    if kind.name in STORE_KINDS and not str(options.get("url", "")).startswith("file:"):
+        yield kind.name, f"tier {name!r} is of kind {kind.name!r}"
+    if options.get("compression", "off") != "off":
+        yield "compression", f"tier {name!r} has compression"
+    if kind.name == "disk" and options.get("key_file"):
+        yield "disk-encryption", f"tier {name!r} has a key_file"
+
+
+def _check_stores(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    """Whether somebody answers where the configuration has its shared stores."""
+    for kind in STORE_KINDS:
+        for name, found in _tiers(facts, kind):
+            yield _store_finding(facts, name, CLIENT_SETTINGS[kind](found.options))
+
+
+def _store_finding(facts: MachineFacts, name: str, settings: object) -> DoctorFinding:
+    if isinstance(settings, ObjectSettings) and settings.scheme == "file":
+        rate = facts.disk_rate(settings.path)
+        if isinstance(rate, str):
+            return _problem(
+                "shared store",
+                f"tier {name!r}: nothing can be written: {rate}",
+                f"mount {settings.path}, and let the user of the server write to it",
+            )
+        return _ok("shared store", f"tier {name!r}: {settings.path} can be written to")
+    nodes = _nodes_of(settings)
+    if not nodes:
+        return _ok("shared store", f"tier {name!r}: not asked; `penstock store probe` does")
+    problems = {node: facts.reach(*node) for node in nodes}
+    seen = "; ".join(f"{node}: {why or 'somebody listens'}" for node, why in problems.items())
+    if all(problems.values()):
+        return _problem(
+            "shared store",
+            f"tier {name!r}: {seen}",
+            "start the store, or mend its address or the way to it (DNS, firewall): without it "
+            "the tier is off",
+        )
+    if any(problems.values()):
+        return _warning(
+            "shared store", f"tier {name!r}: {seen}", "start the others, or take them out"
+        )
+    return _ok("shared store", f"tier {name!r}: {seen}")
+
+
+def _nodes_of(settings: object) -> list[Node]:
+    """The servers of a store that can be asked without its own client."""
+    if isinstance(settings, RedisSettings):
+        return list(settings.nodes)
+    if isinstance(settings, MooncakeSettings):
+        found = MASTER.fullmatch(settings.master)
+        return [Node(found["host"], int(found["port"]))] if found and found["port"] else []
+    endpoint = urlsplit(settings.endpoint if isinstance(settings, ObjectSettings) else "")
+    if not endpoint.hostname:
+        return []
+    return [Node(endpoint.hostname, endpoint.port or (443 if endpoint.scheme == "https" else 80))]
 
 
 def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
@@ -415,12 +578,12 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
     elif vllm is not None:
         yield _ok("versions", f"vllm {vllm}, as tested")
-    for name, tested in (("torch", TESTED_TORCH), ("nixl", TESTED_NIXL)):
+    for name, tested in TESTED_PACKAGES.items():
         found = facts.package(name)
         # vLLM brings the torch that it was built for.
         if found is None or (name == "torch" and vllm is not None):
             continue
-        if found.split(".")[:2] == [str(part) for part in tested]:
+        if found.split(".")[: len(tested)] == [str(part) for part in tested]:
             yield _ok("versions", f"{name} {found}, as tested")
         else:
             yield _warning(
@@ -428,9 +591,9 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
                 f"{name} {found}; Penstock is tested with {_dotted(tested)}",
                 f'if something is wrong, pip install "{name}=={_dotted(tested)}.*" first',
             )
-    for name in ("sglang", "mooncake-transfer-engine"):
-        if (found := facts.package(name)) is not None:
-            yield _ok("versions", f"{name} {found}; Penstock does not use it")
+    if (found := facts.package("sglang")) is not None:
+        seen = f"sglang {found}; Penstock has no connector for it, `penstock dashboard` shows it"
+        yield _ok("versions", seen)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -469,7 +632,9 @@ CHECKS: dict[str, Callable[[MachineFacts], Iterable[DoctorFinding]]] = {
     "cuda": _check_cuda,
     "pcie": _check_links,
     "disk": _check_disks,
+    "shared store": _check_stores,
     "ports": _check_ports,
+    "packages": _check_packages,
     "versions": _check_versions,
     "clock": _check_clock,
 }

@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.metadata import version as version_of
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,7 @@ NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
 """Classes of PCI devices that are GPUs, with or without a screen."""
 COMPILER_S = 10.0
+REACH_S = 2.0
 DISK_BYTES = 64 << 20
 DISK_PIECE_BYTES = 4 << 20
 DISK_S = 2.0
@@ -93,6 +95,17 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def packages_of(extra: str) -> list[str]:
+    """The distributions that an extra of Penstock brings; none where it is not installed."""
+    try:
+        wanted = requires("penstock") or []
+    except PackageNotFoundError:
+        return []
+    ends = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    found = (re.match(r"[\w.-]+", each) for each in wanted if ends.search(each))
+    return [each[0] for each in found if each]
+
+
 def compiler_version(compiler: str) -> str:
     """The first line that a compiler says of itself; empty if it does not run."""
     try:
@@ -131,6 +144,22 @@ def port_problem(host: str, port: int) -> str:
     return ""
 
 
+def reach_problem(host: str, port: int) -> str:
+    """Why nobody can be reached within 2 s; empty if somebody can. Port 0: `host` is a socket."""
+    try:
+        if port:
+            socket.create_connection((host, port), timeout=REACH_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+                caller.settimeout(REACH_S)
+                caller.connect(host)
+    except TimeoutError:
+        return f"no answer within {REACH_S:g} s"
+    except (OSError, UnicodeError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
 def clock_is_synchronised() -> bool | None:
     """Whether somebody keeps the machine's clock; `None` if it cannot be told."""
     try:
@@ -144,9 +173,11 @@ def clock_is_synchronised() -> bool | None:
 def measure_disk(folder: str) -> DiskRate | str:
     """Writes and reads a file of 64 MiB there, for at most 2 s each; or says why it cannot."""
     place = Path(folder)
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
     try:
+        while not place.is_dir() and place != place.parent:
+            if place.exists():
+                return f"{place}: it is no folder"
+            place = place.parent
         fd, path = tempfile.mkstemp(prefix=".penstock-doctor-", dir=place)
         os.close(fd)
         try:
@@ -237,10 +268,12 @@ class MachineFacts:
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     cores: Callable[[], int] = field(default=lambda: len(os.sched_getaffinity(0)))
     package: Callable[[str], str | None] = package_version
+    packages_of: Callable[[str], list[str]] = packages_of
     compiler: Callable[[], str | None] = find_compiler
     compiler_says: Callable[[str], str] = compiler_version
     room: Callable[[str], DiskRoom | None] = room_of
     port: Callable[[str, int], str] = port_problem
+    reach: Callable[[str, int], str] = reach_problem
     clock: Callable[[], bool | None] = clock_is_synchronised
     disk_rate: Callable[[str], DiskRate | str] = measure_disk
     gpu_rates: Callable[[], list[GpuRate] | str] = measure_gpus
