@@ -25,7 +25,7 @@ from penstock.machine import events as ev
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 TOKENS = 4
 PROMPT = list(range(100, 126))  # six blocks and two tokens
 BYTES = BlockBytes(loaded=7, saved=5)

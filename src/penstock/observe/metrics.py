@@ -8,7 +8,7 @@
 
 Instances report `InstanceStatistics`, which `/cache` shows as well, so both pages agree.
 `tests/observe/test_metrics.py` requires that every number of the statistics has a row here and
-that docs/serving.md lists every metric.
+that docs/metrics.md lists every metric.
 """
 
 from __future__ import annotations

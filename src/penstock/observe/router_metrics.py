@@ -1,4 +1,4 @@
-"""Every Prometheus metric of `penstock router`, which docs/vllm.md lists.
+"""Every Prometheus metric of `penstock router`, which docs/metrics.md lists.
 
 What the router counts itself is a field of `RouterMetrics`; what it knows of its servers now is
 read when the page is asked for.
