@@ -133,6 +133,23 @@ def test_runs_that_asked_for_different_things_are_not_compared_in_silence() -> N
     assert "two asked for something else than one: seed is 2, not 1" in describe_runs([one, other])
 
 
+def test_a_goodput_is_never_shown_without_its_bounds() -> None:
+    loose = report(answered(0, 0.0, 1.0), ttft_bound_s=2.0)
+    tight = report(answered(0, 0.0, 1.0), label="two", ttft_bound_s=0.5, tpot_bound_s=0.05)
+
+    assert "goodput: answers with a first token within 2 s" in describe_runs([loose, loose])
+    both = describe_runs([loose, tight])
+    assert "one: goodput: answers with a first token within 2 s" in both
+    assert "two: goodput: answers with a first token within 0.5 s and 0.05 s a token" in both
+
+
+def test_the_slowest_hundredth_of_fewer_than_a_hundred_answers_is_a_note() -> None:
+    many = [answered(0, float(number), 1.0) for number in range(100)]
+
+    assert "of 99 answers, p99 is about the slowest one" in describe_runs([report(*many[1:])])
+    assert "p99 is about" not in describe_runs([report(*many)])
+
+
 def test_a_page_needs_nothing_but_itself_and_trusts_nobody() -> None:
     evil = "<script>alert(1)</script>"
     runs = [

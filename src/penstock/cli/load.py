@@ -156,6 +156,7 @@ def load(  # noqa: PLR0913 - each is an option
         plan = _workload_plan(workload, arrivals, shape, seed or 0, prompt_max)
     target = _target(url, api, api_key_file, timeout, model, ignore_eos=ignore_eos)
     asked = {"own_answers": own_answers, "ignore_eos": ignore_eos, "api": api}
+    asked |= {"seconds": seconds, "timeout": timeout}
     context = LoadContext(
         penstock=__version__,
         label=label or f"{target.url.host}:{target.url.port}",

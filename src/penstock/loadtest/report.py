@@ -331,7 +331,8 @@ def table_of(reports: Sequence[LoadReport]) -> list[tuple[str, ...]]:
 
 def notes_on(reports: Sequence[LoadReport]) -> list[str]:
     """What a reader must know to read the figures rightly."""
-    return [note for each in reports for note in _notes(each)] + _differences(reports)
+    own = [note for each in reports for note in _notes(each)]
+    return [*own, *_bounds(reports), *_differences(reports)]
 
 
 def _notes(report: LoadReport) -> list[str]:
@@ -346,6 +347,8 @@ def _notes(report: LoadReport) -> list[str]:
             "no answer says how many tokens were cached: none were, or the server does not say "
             "it; start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
         )
+    if 0 < report.answered < 100:
+        notes.append(f"of {report.answered} answers, p99 is about the slowest one")
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage")
     if report.late is not None and report.late.p99_s > LATE_S:
@@ -354,6 +357,21 @@ def _notes(report: LoadReport) -> list[str]:
             "machine is too busy to measure; use another one, or a lower rate"
         )
     return [f"{report.label}: {note}" for note in notes]
+
+
+def _bounds(reports: Sequence[LoadReport]) -> list[str]:
+    """What goodput means in these runs: in one line, if in all of them the same."""
+    told = [_bound(each.goodput) for each in reports]
+    if len(set(told)) == 1:
+        return told[:1]
+    return [f"{each.label}: {text}" for each, text in zip(reports, told, strict=True)]
+
+
+def _bound(goodput: Goodput) -> str:
+    first, token = goodput.ttft_bound_s, goodput.tpot_bound_s
+    within = [] if first is None else [f"a first token within {first:g} s"]
+    within += [] if token is None else [f"{token:g} s a token"]
+    return f"goodput: answers with {' and '.join(within)}" if within else "goodput: all answers"
 
 
 def _differences(reports: Sequence[LoadReport]) -> list[str]:
