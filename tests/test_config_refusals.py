@@ -177,13 +177,24 @@ def test_a_device_that_no_engine_computes_on_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "0.0.0.0", "::1", "::", "localhost", "a-b.example.org"]
+    "host",
+    ["127.0.0.1", "0.0.0.0", "::1", "::", "localhost", "a-b.example.org", "unix:/run/a.sock"],
 )
 def test_a_host_may_be_an_address_or_a_name(host: str) -> None:
     config = parse_config(HEAD + DEVICE + f'[serve]\nhost = "{host}"')
 
     assert config.serve is not None
     assert config.serve.host == host
+
+
+@pytest.mark.parametrize("host", ["unix:", "unix:a.sock", f"unix:/{'x' * 107}", "unix://a"])
+def test_a_socket_that_nobody_can_listen_on_is_refused(host: str) -> None:
+    assert refusal(HEAD + DEVICE + f'[serve]\nhost = "{host}"').startswith(
+        f"serve.host: is {host!r}, must be unix: and the absolute path of a socket"
+    )
+    # Other machines hand over to a host.
+    elsewhere = refusal(HEAD + DEVICE + '[engine]\nhandoff_host = "unix:/run/a.sock"')
+    assert elsewhere.startswith("engine.handoff_host: is 'unix:/run/a.sock', must be an address")
 
 
 @pytest.mark.parametrize(

@@ -385,6 +385,8 @@ def test_a_port_in_use_is_a_problem_where_the_configuration_asks_for_it(machine:
     assert only(machine.check("ports", port=taken))[0] == "warning"
     assert only(machine.check("ports", f"{CONFIG}[serve]\nport = 8001\n", port=taken))[0] == "ok"
     assert machine.check("ports", CONFIG, port=taken) == []
+    at_socket = f'{CONFIG}[serve]\nhost = "unix:/run/penstock.sock"\n'
+    assert only(machine.check("ports", at_socket, port=taken))[0] == "ok"
 
 
 def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) -> None:

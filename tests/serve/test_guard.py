@@ -22,14 +22,19 @@ THERE = ("192.0.2.7", 5)
 LOCAL = {"host": "localhost:8000"}
 
 
-def request(client: tuple[str, int], **headers: str) -> Request:
+def request(
+    client: tuple[str, int] | None,
+    *,
+    server: tuple[str, int | None] | None = ("127.0.0.1", 8000),
+    **headers: str,
+) -> Request:
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return Request(
         {
             "type": "http",
             "method": "POST",
             "path": "/admin/reset",
-            "server": ("127.0.0.1", 8000),
+            "server": server,
             "scheme": "http",
             "query_string": b"",
             "client": client,
@@ -64,6 +69,19 @@ def test_without_a_key_this_machine_may_change_the_server(host: str) -> None:
     Guard("").require_admin(request(HERE, host=host))
     Guard("").require_admin(request(("::1", 5), host=host))
     Guard("").require_admin(request(HERE, host=host, origin=f"http://{host}"))
+
+
+@pytest.mark.parametrize("server", [None, ("/run/penstock.sock", None)])
+def test_without_a_key_who_can_connect_to_the_socket_may_change_the_server(
+    server: tuple[str, int | None] | None,
+) -> None:
+    Guard("").require_admin(request(None, server=server, **LOCAL))
+    for headers in ({"host": "rebound.example"}, {**LOCAL, "x_forwarded_for": "192.0.2.7"}):
+        with pytest.raises(BadRequest):
+            Guard("").require_admin(request(None, server=server, **headers))
+    # Who has left already is not told apart from whom it was.
+    with pytest.raises(BadRequest):
+        Guard("").require_admin(request(None, **LOCAL))
 
 
 @pytest.mark.parametrize(

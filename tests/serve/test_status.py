@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -18,15 +19,16 @@ from rich.console import Console
 
 from penstock.cli.app import run
 from penstock.cli.top import TopView, draw
+from penstock.errors import UnavailableError
+from penstock.serve.server_socket import address_of, listen
 from tests.serve.conftest import SOON_S, eventually
-from tests.serve.vllm_servers import FakeVllm, running
+from tests.serve.vllm_servers import FakeVllm, RunningRouter, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.serve.conftest import Running
-    from tests.serve.vllm_servers import RunningRouter
 
 
 @pytest.fixture
@@ -67,7 +69,9 @@ def test_an_address_that_is_none_is_refused_by_name(
     said = capsys.readouterr().err
     assert status == 2
     assert said.startswith("penstock: URL: is ")
-    assert said.endswith(", must be the address of a server: http://HOST:PORT\n")
+    assert said.endswith(
+        ", must be the address of a server: http://HOST:PORT, or the absolute path of its socket\n"
+    )
     assert said.count("\n") == 1
 
 
@@ -247,3 +251,64 @@ def wait_for(descriptor: int, text: bytes, seen: bytes) -> bytes:
         assert ready, seen
         seen += os.read(descriptor, 1 << 16)
     return seen
+
+
+# Over a socket.
+
+
+@pytest.fixture
+def at_socket(decode: FakeVllm, tmp_path: Path) -> Iterator[RunningRouter]:
+    found = RunningRouter([], [decode], "", host=f"unix:{tmp_path}/penstock.sock")
+    found.start()
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.mark.parametrize("before", ["", "unix:"])
+def test_a_server_at_a_socket_is_found_by_its_path(
+    at_socket: RunningRouter, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{before}{tmp_path}/penstock.sock"
+
+    assert run(["status", url]) == 0
+    assert capsys.readouterr().out.startswith(f"{at_socket.address}: ok (router of vLLM servers")
+    assert run(["top", "--once", url]) == 0
+    assert "overview" in capsys.readouterr().out
+
+
+def test_a_socket_without_a_server_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", f"{tmp_path}/none"]) == 3
+    assert capsys.readouterr().err == (
+        f"penstock: nobody answers at unix:{tmp_path}/none: No such file or directory\n"
+    )
+    assert run(["top", f"unix:/{'x' * 200}"]) == 2
+    assert "at most 107 bytes" in capsys.readouterr().err
+
+
+def test_a_socket_belongs_to_its_user_and_goes_with_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.sock"
+    with listen(f"unix:{path}", 0):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(UnavailableError, match="Address already in use"):
+            listen(f"unix:{path}", 0)
+    assert not path.exists()
+
+
+def test_the_socket_of_a_killed_server_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    left = tmp_path / "penstock.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left))
+        killed.listen(1)
+    with listen(f"unix:{left}", 0) as bound:
+        assert address_of(bound) == f"unix:{left}"
+    file = tmp_path / "notes"
+    file.write_text("kept")
+
+    with pytest.raises(UnavailableError, match="Address already in use"):
+        listen(f"unix:{file}", 0)
+
+    assert file.read_text() == "kept"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from penstock.config.values import UNIX
 from penstock.observe.router_metrics import RouterMetrics
 from penstock.serve.access_log import AccessLog
 from penstock.serve.http import HttpServer
@@ -241,10 +242,12 @@ class RunningRouter:
         key: str,
         *,
         drain_s: float = 1.0,
+        host: str = "127.0.0.1",
     ) -> None:
-        self.bound = listen("127.0.0.1", 0)
+        self.bound = listen(host, 0)
         self.address = address_of(self.bound)
-        self.client = httpx.Client(base_url=self.address, timeout=SOON_S, limits=ONE_EACH)
+        url = "http://localhost" if host.startswith(UNIX) else self.address
+        self.client = httpx.Client(base_url=url, timeout=SOON_S, limits=ONE_EACH)
         self._urls = read_urls([each.url for each in prefill], [each.url for each in decode])
         self._key = key
         self._drain_s = drain_s

@@ -16,6 +16,7 @@ from penstock.cli.serve import (
     LogJsonOption,
     LogLevelOption,
     PortOption,
+    api_at,
     warn_of_openness,
 )
 from penstock.config.schema import LOG_LEVELS
@@ -110,4 +111,4 @@ def _show_start(address: str, router: VllmRouter) -> None:
         f"{sum(each.is_up for each in found)} of {len(found)} {role} servers"
         for role, found in (("prefill", router.prefill), ("decode", router.decode))
     ]
-    print(f"penstock: router at {address}/v1, up: {', '.join(up)}", flush=True)
+    print(f"penstock: router at {api_at(address)}, up: {', '.join(up)}", flush=True)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
-from penstock.config.values import KEY_VARIABLE, SHARED_KINDS, ServeTable
+from penstock.config.values import KEY_VARIABLE, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import UnavailableError
 from penstock.observe import logs
 
@@ -116,7 +116,8 @@ NumberOption: TypeAlias = Annotated[
     typer.Option(metavar="N", min=0, help="The number of this command's first instance."),
 ]
 HostOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")
+    str | None,
+    typer.Option(help="The address to listen on, or unix:/PATH; 127.0.0.1 if not given."),
 ]
 PortOption: TypeAlias = Annotated[
     int | None, typer.Option(min=0, max=65535, help="The port; 8000 if not given, 0: a free one.")
@@ -259,13 +260,18 @@ def warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> N
             "--api-key-file or %s keep it to yourself",
             KEY_VARIABLE,
         )
-    if not key and not is_loopback(serve.host):
+    if not key and not is_loopback(serve.host) and not serve.host.startswith(UNIX):
         logger.warning(
             "LISTENING ON %s WITHOUT AN API KEY: EVERYBODY WHO CAN REACH THIS MACHINE IS SERVED. "
             "GIVE --api-key-file OR %s, OR LISTEN ON 127.0.0.1",
             serve.host,
             KEY_VARIABLE,
         )
+
+
+def api_at(address: str) -> str:
+    """The base URL for clients; a socket is a path, and has none."""
+    return address if address.startswith(UNIX) else f"{address}/v1"
 
 
 class StartProgress:
@@ -295,13 +301,13 @@ class StartProgress:
             logger.info("loading: %s: %d of %d layers", name, layers, of)
 
     def waiting(self, address: str, router: str) -> None:
-        print(f"penstock: router at {address}/v1, waits for instances at {router}", flush=True)
+        print(f"penstock: router at {api_at(address)}, waits for instances at {router}", flush=True)
 
     def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
         self._stop()
         config = self._config
         if config.engine is not None and config.engine.role == "router":
-            print(f"penstock: ready: {config.model.name} at {address}/v1", flush=True)
+            print(f"penstock: ready: {config.model.name} at {api_at(address)}", flush=True)
             return
         assert config.cache.device is not None
         assert config.serve is not None
@@ -317,7 +323,7 @@ class StartProgress:
             size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
             tiers.append(f"{tier.name} {size} ready in {each_s:.2f} s")
         print(
-            f"penstock: ready: {config.model.name} at {address}/v1 "
+            f"penstock: ready: {config.model.name} at {api_at(address)} "
             f"({_who(config)}; {' → '.join(tiers)})",
             flush=True,
         )

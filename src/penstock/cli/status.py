@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json as json_module
+import socket
 from collections import Counter
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ssl import SSLError
@@ -17,6 +18,7 @@ import typer
 from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import ApiKeyFileOption
+from penstock.config.values import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, shown
 from penstock.observe.miss_reasons import MISS_ADVICE
 from penstock.observe.traffic import HANDED
@@ -32,8 +34,33 @@ MISSES_SHOWN = 5
 
 LiveUrlArgument = Annotated[
     str,
-    typer.Argument(metavar="URL", help="A running server, such as http://127.0.0.1:8000."),
+    typer.Argument(
+        metavar="URL|SOCKET",
+        help="A running server, such as http://127.0.0.1:8000, or the path of its socket.",
+    ),
 ]
+
+
+class SocketConnection(HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect(self._path)
+
+
+def _socket_of(url: str) -> str:
+    """The path of a socket, as `penstock serve` prints it or alone; empty if it is none."""
+    path = url.removeprefix(UNIX)
+    if not path.startswith("/") or path.startswith("//"):
+        return ""
+    require_socket("URL", f"{UNIX}{path}")
+    return path
 
 
 class LiveClient:
@@ -43,12 +70,17 @@ class LiveClient:
         """Makes it; nothing is sent yet.
 
         Args:
-            url: The address of a `penstock serve` or `penstock router`.
+            url: The address of a `penstock serve` or `penstock router`, or the path of its socket.
             api_key: Its key, empty if it has none.
 
         Raises:
             ConfigError: `url` is not one.
         """
+        self._path = _socket_of(url)
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        if self._path:
+            self.url = f"{UNIX}{self._path}"
+            return
         try:
             parts = urlsplit(url)
             self._port, host = parts.port, parts.hostname or ""
@@ -58,12 +90,13 @@ class LiveClient:
         beside = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
         if parts.scheme not in {"http", "https"} or not host or beside or not url.isprintable():
             raise ConfigError(
-                "URL", f"is {shown(url)}, must be the address of a server: http://HOST:PORT"
+                "URL",
+                f"is {shown(url)}, must be the address of a server: http://HOST:PORT, or the "
+                "absolute path of its socket",
             )
         self.url = url.rstrip("/")
         self._host = host
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(self) -> dict[str, Any]:
         """The document of `GET /live`.
@@ -109,7 +142,11 @@ class LiveClient:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Status and content of a response; no content if it is no JSON object."""
-        connection = self._kind(self._host, self._port, timeout=ANSWER_S)
+        connection = (
+            SocketConnection(self._path)
+            if self._path
+            else self._kind(self._host, self._port, timeout=ANSWER_S)
+        )
         sent = None if body is None else json_module.dumps(body)
         try:
             connection.request(method, path, sent, headers={**self._headers, **(headers or {})})

@@ -271,6 +271,12 @@ def require_address(key: str, address: str) -> tuple[str, int]:
     return host, port
 
 
+UNIX = "unix:"
+"""Before the path of a Unix socket, in the place of a host."""
+UNIX_PATH_MAX = 107
+"""The kernel takes no more."""
+
+
 def require_host(key: str, host: str) -> None:
     """Refuses what is neither an IP address nor can be the name of a host.
 
@@ -287,6 +293,23 @@ def require_host(key: str, host: str) -> None:
                 f"is {host!r}, must be an address to listen on, such as '127.0.0.1', '0.0.0.0' or "
                 "'::1', or the name of this host",
             ) from None
+
+
+def require_socket(key: str, host: str) -> None:
+    """Refuses what is not `unix:` and the absolute path of a socket.
+
+    Raises:
+        ConfigError: names `key`.
+    """
+    path = host.removeprefix(UNIX)
+    # Before it is encoded: what is no text cannot be.
+    is_path = re.match("/[^/]", path) is not None and path.isprintable()
+    if not host.startswith(UNIX) or not is_path or len(path.encode()) > UNIX_PATH_MAX:
+        raise ConfigError(
+            key,
+            f"is {host!r}, must be {UNIX} and the absolute path of a socket of at most "
+            f"{UNIX_PATH_MAX} bytes",
+        )
 
 
 def port_range(ports: str) -> range:
@@ -488,7 +511,10 @@ class ServeTable:
     """Whether each request becomes a span for OpenTelemetry."""
 
     def __post_init__(self) -> None:
-        require_host("serve.host", self.host)
+        if self.host.startswith(UNIX):
+            require_socket("serve.host", self.host)
+        else:
+            require_host("serve.host", self.host)
         if bool(self.prefill) is not bool(self.decode):
             raise ConfigError(
                 "serve.prefill",

@@ -31,7 +31,7 @@ from penstock.config.shared_stores import (
     ObjectSettings,
     RedisSettings,
 )
-from penstock.config.values import EngineTable, ServeTable, port_range, rank_range
+from penstock.config.values import UNIX, EngineTable, ServeTable, port_range, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
 from penstock.tiers.linux_memory import (
     Pages,
@@ -430,6 +430,9 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
     if facts.config is not None and serve is None:
         return
     host, port = (serve.host, serve.port) if serve else ("127.0.0.1", 8000)
+    if host.startswith(UNIX):
+        yield _ok("ports", f"{host} takes none")
+        return
     why = facts.port(host, port) if port else ""
     if why:
         yield DoctorFinding(

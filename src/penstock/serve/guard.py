@@ -62,7 +62,8 @@ class Guard:
         client = http.client.host if http.client is not None else ""
         host = _host_of(http.headers.get("host", ""))
         forwarded = any(name in http.headers for name in _FORWARDED)
-        if forwarded or not is_loopback(client) or not is_loopback(host):
+        is_here = is_loopback(client) or _is_unix_socket(http)
+        if forwarded or not is_here or not is_loopback(host):
             raise BadRequest(
                 f"{http.url.path} needs an API key, which this server has not, unless it is asked "
                 "from its own machine, without a proxy, by a loopback address",
@@ -153,6 +154,12 @@ def _require_same_site(http: HttpRequest) -> None:
     same = origin is None or origin.partition("://")[2] == http.headers.get("host", "")
     if not same or site not in {"none", "same-origin"}:
         raise BadRequest(f"{http.url.path} is not for pages of other sites", status=403)
+
+
+def _is_unix_socket(http: HttpRequest) -> bool:
+    """Whether it came over a socket that only the user of this server can connect to."""
+    server = http.scope.get("server")
+    return http.client is None and (server is None or server[1] is None)
 
 
 def _host_of(header: str) -> str:
