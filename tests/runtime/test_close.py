@@ -16,6 +16,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.testing.peer_process import PATIENCE_S, peer_process
+from tests.transport.test_signals import another_thread, send_soon
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine, Fleet, MakeEngine, MakeFleet
@@ -242,6 +243,17 @@ def test_a_terminated_engine_drains_and_says_whether_it_could(
         assert saving == "saving True"
         assert engine.hear() == told
         assert engine.wait() == status
+
+
+def test_a_stop_signal_that_another_thread_gets_ends_a_wait() -> None:
+    with another_thread() as other, penstock.StopSignal([signal.SIGUSR1]) as stop:
+        offload, _ = open_offload()
+        sending = send_soon(other, signal.SIGUSR1)
+
+        woken = offload.wait(time.monotonic() + PATIENCE_S, descriptors=[stop.descriptor])
+
+        sending.join()
+        assert (stop.stopping, stop.times, woken) == (True, 1, True)
 
 
 @pytest.mark.parametrize("wrong", [signal.SIGKILL, 0, 65, True, "x", 2.0, None])

@@ -15,6 +15,7 @@ import sys
 from penstock.errors import PenstockError
 from penstock.relay.agents import Nixl, has_rdma
 from penstock.relay.server import Relay
+from penstock.transport.signals import SignalDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +28,14 @@ def main(path: str) -> int:
         stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", level=logging.WARNING
     )
     os.dup2(2, 1)  # UCX reports to the standard output, which is the engine's.
-    stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: os.eventfd_write(stop, 1))
+    stop = SignalDescriptor([signal.SIGTERM])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the engine as well.
     try:
         nixl = Nixl()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(path)
             connection.settimeout(0)
-            Relay(nixl, connection, stop, rdma=has_rdma()).run()
+            Relay(nixl, connection, stop.descriptor, rdma=has_rdma()).run()
     except PenstockError as error:
         logger.error("relay ends: cause=%s", error)  # noqa: TRY400 - the message says it all
         return FAILED

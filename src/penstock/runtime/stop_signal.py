@@ -12,15 +12,14 @@ happens in the engine's own loop, between two steps, never in the middle of one.
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import TYPE_CHECKING
 
+from penstock.transport.signals import SignalDescriptor
 from penstock.vocabulary.arguments import as_int, as_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import FrameType
     from typing import Self
 
 
@@ -41,35 +40,27 @@ class StopSignal:
             _require_signal(f"signals[{index}]", each)
             for index, each in enumerate(as_tuple("signals", signals))
         )
-        self._before: dict[int, object] = {}
-        self._fd = -1
+        self._taken: SignalDescriptor | None = None
 
     @property
     def descriptor(self) -> int:
         """Readable from the first signal on: give it to `wait`."""
-        if self._fd < 0:
+        if self._taken is None:
             raise ValueError("a StopSignal has a descriptor inside its `with` block alone")
-        return self._fd
+        return self._taken.descriptor
 
     def __enter__(self) -> Self:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for each in self._signals:
-            self._before[each] = signal.signal(each, self._remember)
+        self._taken = SignalDescriptor(self._signals, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, before in self._before.items():
-            # `None`: it was not Python that had set it, and Python cannot set it again.
-            signal.signal(each, signal.SIG_DFL if before is None else before)  # type: ignore[arg-type]
-        self._before = {}
-        os.close(self._fd)
-        self._fd = -1
+        assert self._taken is not None
+        self._taken.close()
+        self._taken = None
 
-    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+    def _remember(self) -> None:
         self.stopping = True
         self.times += 1
-        # A wait that the signal interrupted goes on, and finds this.
-        os.eventfd_write(self._fd, 1)
 
 
 def _require_signal(name: str, value: object) -> int:

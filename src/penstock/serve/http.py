@@ -315,8 +315,13 @@ async def serve_until_stopped(server: HttpServer, bound: socket.socket, stop: St
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_failure)
 
+    obeyed = 0
+
     def asked() -> None:
-        for _ in range(os.eventfd_read(stop.descriptor)):
+        nonlocal obeyed
+        os.read(stop.descriptor, 1)
+        while obeyed < stop.times:
+            obeyed += 1
             server.stop()
 
     loop.add_reader(stop.descriptor, asked)

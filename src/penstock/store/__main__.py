@@ -6,7 +6,6 @@ An engine starts it through its supervisor. SIGTERM ends it.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.store.messages import FOLDER_FAILED, StoreConfig
 from penstock.store.server import serve_store
 from penstock.store.tier_slots import TIER_KINDS
+from penstock.transport.signals import SignalDescriptor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +36,9 @@ def main(arguments: list[str], kinds: Mapping[str, OpenTier] = TIER_KINDS) -> in
             raise ConfigMissingError(len(arguments))
         config = StoreConfig.from_json(arguments[0])
         logging.getLogger("penstock").setLevel(config.log_level.upper())
-        return serve_store(config, stop=_stop_descriptor(), kinds=kinds)
+        # To the end of the process: a second signal does not end it before it has closed all.
+        stop = SignalDescriptor([signal.SIGTERM])
+        return serve_store(config, stop=stop.descriptor, kinds=kinds)
     except PenstockError as error:
         logger.error("store ends: cause=%s", error)  # noqa: TRY400 - the message says it all
         cause = error.__cause__
@@ -48,13 +50,6 @@ class ConfigMissingError(PenstockError):
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} arguments were given, must be one: a configuration as JSON")
-
-
-def _stop_descriptor() -> int:
-    """A descriptor that is readable from the first SIGTERM on."""
-    fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: os.eventfd_write(fd, 1))
-    return fd
 
 
 if __name__ == "__main__":
