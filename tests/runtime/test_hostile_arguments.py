@@ -188,7 +188,7 @@ CASES: dict[str, Case] = {
     "BaseCache.health": case(lambda s: s.cache.health),
     "BaseCache.supervised_by": case(lambda s: s.cache.supervised_by, supervisor=lambda _: Looks()),
     "BaseCache.adopt_thread": case(lambda s: s.cache.adopt_thread),
-    "BaseCache.step": case(lambda s: s.cache.step, budget_bytes=lambda _: 1),
+    "BaseCache.step": case(lambda s: s.cache.step, budget_bytes=lambda _: 1, again=lambda _: False),
     "BaseCache.computed": case(
         lambda s: s.cache.computed, token_count=lambda _: 5, seconds=lambda _: 1.0
     ),

@@ -282,7 +282,7 @@ class Engine:
             self.workers.submit(Step(COPIES_ALONE, [], [], plan))
         if self.copies_here and self.scheduler.count(Phase.LOADING) > loading:
             # Loads that have just been requested start before anything is waited for.
-            self.cache.step()
+            self.cache.step(again=True)
             self.idle = False
         # While another step may be in flight, the newest one is not waited for.
         if self._flying and (step is None or self._is_full):

@@ -185,18 +185,20 @@ class BaseCache:
         """
         self._access.adopt()
 
-    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> None:
+    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES, again: bool = False) -> None:
         """Moves blocks and deals with deadlines; call it once per engine iteration.
 
         Args:
             budget_bytes: How much is copied in this process at most, but one block by each mover.
+            again: This is the same iteration, and only what was requested in it is to begin.
 
         Raises:
             ValueError: the budget is not a number of bytes.
         """
         budget_bytes = as_int("budget_bytes", budget_bytes)
+        again = as_flag("again", again)
         with self._access:
-            self._deliver(self._driver.step(budget_bytes=budget_bytes))
+            self._deliver(self._driver.step(budget_bytes=budget_bytes, again=again))
             self._memory.give_back_closed()
 
     def tier_blocks(self, name: str, *, gib: float | None = None, blocks: int | None = None) -> int:

@@ -182,12 +182,15 @@ class Driver:
         else:
             self.links.order(effect)
 
-    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
+    def step(
+        self, *, budget_bytes: int = STEP_BUDGET_BYTES, again: bool = False
+    ) -> list[ef.Effect]:
         """Lets local copies advance by at most `budget_bytes`, and takes what ranks report.
 
+        Steps of the engine are counted here, so what it calls `again` in one is not another.
         Returns the effects for the engine.
         """
-        effects = self.handle(Tick())
+        effects = [] if again else self.handle(Tick())
         self._ask()
         effects += self._exchange(budget_bytes)
         return effects
