@@ -97,6 +97,36 @@ def test_a_poll_submits_more_than_staging_holds_and_no_more_than_the_queue(rig: 
     ]
 
 
+def test_an_engine_that_only_waits_for_a_load_has_more_than_a_queue_of_it_in_flight(
+    rig: Rig,
+) -> None:
+    rig.load.submit(make_copy(1, SLOTS, SLOTS, purpose=Purpose.LOAD, keys=KEYS))
+    hold_up(rig.load._kernels)
+
+    rig.load.poll(budget_bytes=1 << 30)
+    beside_steps = rig.load.in_flight
+    rig.load.wait_for_room()
+    rig.load.poll(budget_bytes=1 << 30)
+
+    assert beside_steps == SIZE.queue_batches
+    assert rig.load.in_flight == BLOCKS // IN_BATCH == 2 * SIZE.queue_batches
+    finish(rig.load)
+
+
+def test_a_wait_for_copies_that_take_long_ends_before_them(rig: Rig) -> None:
+    """New requests are heard of meanwhile."""
+    rig.load.submit(make_copy(1, SLOTS[:4], SLOTS[:4], purpose=Purpose.LOAD, keys=KEYS[:4]))
+    for _ in range(40):
+        hold_up(rig.load._kernels)
+    rig.load.poll(budget_bytes=1 << 30)
+
+    rig.load.wait_for_room()
+    moved, _ = rig.load.poll(budget_bytes=1 << 30)
+
+    assert moved == []
+    finish(rig.load)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_batch_is_packed_only_when_the_one_before_has_left_its_berth(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, *, waits: bool

@@ -59,6 +59,8 @@ class Device:
                 pass
             raise UnavailableError("1 batch has not ended")
 
+    wait_for_room = wait
+
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

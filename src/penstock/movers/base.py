@@ -61,3 +61,10 @@ class WaitsForDevice(Protocol):
             UnavailableError: it has not within `timeout_s` seconds; it may still touch its slots.
         """
         ...
+
+    def wait_for_room(self, timeout_s: float = WAIT_S) -> None:
+        """Blocks until the next `poll` has something to submit, or to report.
+
+        For an engine that computes nothing meanwhile. Raises as `wait` does.
+        """
+        ...

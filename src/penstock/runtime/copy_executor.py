@@ -21,7 +21,7 @@ from penstock.runtime.engine_steps import EngineSteps, FillsLayers
 from penstock.tiers.base import GivesBack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.machine.effects import Copy
     from penstock.movers.base import Mover
@@ -171,7 +171,7 @@ class CopyExecutor:
         busy = [state for state in self._states if state.mover.busy]
         waiting = [state.device for state in busy if state.device is not None]
         if waiting and len(waiting) == len(busy):
-            self._wait_for(waiting[0], deadline)
+            self._wait_for(waiting[0].wait_for_room, deadline)
         return bool(busy)
 
     def fence(self) -> list[Moved]:
@@ -192,17 +192,17 @@ class CopyExecutor:
                 return moved + [Moved(each, failure="it was never begun") for each in lost]
             for state in self._states:
                 if state.device is not None and state.mover.busy:
-                    self._wait_for(state.device, math.inf)
+                    self._wait_for(state.device.wait, math.inf)
             moved += self.collect(budget_bytes=0)
         return moved
 
-    def _wait_for(self, mover: WaitsForDevice, deadline: float) -> None:
+    def _wait_for(self, ended: Callable[[float], None], deadline: float) -> None:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
         stuck_at = self._waits_since + self._device_wait_s
         try:
-            mover.wait(max(0.0, min(deadline, stuck_at) - now))
+            ended(max(0.0, min(deadline, stuck_at) - now))
         except UnavailableError as error:
             if time.monotonic() < stuck_at:
                 return  # Whoever waits has something else to do by now.

@@ -29,7 +29,13 @@ from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.queue import CopyBatch, QueuedMover
 from penstock.movers.cuda.runs import Road
-from penstock.movers.cuda.staging import VERDICT_BYTES, StagingRing, StagingSize, pitch_of
+from penstock.movers.cuda.staging import (
+    IDLE_QUEUES,
+    VERDICT_BYTES,
+    StagingRing,
+    StagingSize,
+    pitch_of,
+)
 from penstock.movers.cuda.streams import CudaLink
 
 if TYPE_CHECKING:
@@ -102,7 +108,8 @@ class CudaMover(QueuedMover):
 
     @property
     def _room(self) -> int:
-        return self._ring.blocks if self._ring.free else 0
+        queue = self._ring.size.queue_batches * (IDLE_QUEUES if self._idle else 1)
+        return self._ring.blocks if len(self._flying) < queue else 0
 
     def _take_manifest(self) -> Manifest:
         return self._ring.free.popleft()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 REST_S = 0.003
 """The shortest time between polls while copies are in flight. It bounds the delay of a report, and
 is a seventh of the time that the copies in flight can take."""
+LISTEN_S = 0.02
+"""An engine that waits for copies hears of new requests this late, at most."""
 
 
 class DeviceSlots(Protocol):
@@ -125,6 +127,8 @@ class QueuedMover(ABC):
         self._flying: deque[CopyBatch] = deque()
         self._launched = 0
         self._taken = 0
+        self._idle = False
+        """Whether the engine waits, and computes nothing: then more may be in flight."""
         self._begun = 0
         """All copies up to this number were submitted to the device completely."""
         self._abandoned = False
@@ -177,19 +181,23 @@ class QueuedMover(ABC):
             return [], 0
         self._rests_until = now + REST_S
         self._polled_step = self.steps.newest
-        moved = self.collect()
+        moved, spent = self.collect(), self._submit_jobs(budget_bytes)
+        self._idle = False
+        return moved, spent
+
+    def _submit_jobs(self, budget_bytes: int) -> int:
         spent = 0
         for job in self._jobs:
             while job.left:
                 allowed = (budget_bytes - spent) // self._block_bytes
                 room = min(self._room, allowed if spent else max(1, allowed))
                 if room < 1:
-                    return moved, spent
+                    return spent
                 count = min(job.left, room)
                 self._submit_batch(job, count)
                 spent += count * self._block_bytes
             self._begun = max(self._begun, job.number)
-        return moved, spent
+        return spent
 
     def collect(self) -> list[Moved]:
         """Reports what ended, without submitting anything."""
@@ -212,8 +220,27 @@ class QueuedMover(ABC):
         return [job.report() for job in ended]
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
+        if self._flying:
+            self._wait_for(self._flying[-1], timeout_s)
+
+    def wait_for_room(self, timeout_s: float = WAIT_S) -> None:
+        """See `WaitsForDevice`; returns after `LISTEN_S` in any case."""
+        if not self._flying:
+            return
+        self._idle, self._rests_until = True, 0.0
+        more = any(job.left for job in self._jobs)
+        if more and self._room:
+            return
+        # Half of them are on their way while the next ones are submitted: the link never runs dry.
+        batch = self._flying[(len(self._flying) - 1) // 2 if more else -1]
+        if timeout_s <= LISTEN_S:
+            self._wait_for(batch, timeout_s)
+        else:
+            self._bell.wait(batch.manifest.ended, LISTEN_S)
+
+    def _wait_for(self, batch: CopyBatch, timeout_s: float) -> None:
         self._rests_until = 0.0
-        if self._flying and not self._bell.wait(self._flying[-1].manifest.ended, timeout_s):
+        if not self._bell.wait(batch.manifest.ended, timeout_s):
             raise UnavailableError(
                 f"{len(self._flying)} batches have not ended on the device after {timeout_s:g} s"
             )
