@@ -30,6 +30,8 @@ LOADED = re.compile(
     r"<(?:link|script|img|iframe|source)\b[^>]*?\s(?:href|src|srcset)=[\"']?([^\"'\s>]+)"
 )
 """What tags make a browser load."""
+SHOWN_ON_A_PHONE = ("index", "start/serve", "performance", "comparison", "contributing", "metrics")
+"""One page of each section, among them wide tables; the long tests take all pages."""
 
 
 def is_remote(address: str) -> bool:
@@ -141,6 +143,26 @@ def test_the_calculator_answers_what_is_put_in_and_refuses_what_is_not_possible(
     assert "All ranks together take 256 GiB" in answer("ranks", "4")
     assert answer("ranks", "3") == "8 KV heads cannot be split over 3 ranks."
     assert answer("layers", "") == "One of the numbers is missing or not possible."
+
+
+@pytest.mark.parametrize("pages", [*SHOWN_ON_A_PHONE, pytest.param("**/*", marks=pytest.mark.long)])
+def test_a_page_fits_a_phone_and_asks_nobody_for_anything(
+    pages: str, site: Path, page: BrowserPage
+) -> None:
+    page.show(width=400)
+    found = sorted(site.glob(f"{pages}.html"))
+    assert found
+    for path in found:
+        if path.name == "404.html":  # Its addresses begin at the root of a server.
+            continue
+        page.open(path.as_uri())
+
+        width = page.run("document.documentElement.scrollWidth")
+        asked = page.run("performance.getEntriesByType('resource').map((each) => each.name)")
+
+        assert width <= 400, path
+        assert not [address for address in asked if not address.startswith(("file:", "data:"))]
+    assert not page.errors
 
 
 def test_fences_and_lists_are_written_as_the_site_reads_them() -> None:
