@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
 from penstock.observe.metrics import COUNTER, METRICS, ServerMetrics
 from penstock.observe.router_metrics import RouterMetrics, ServerNumbers
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 PROMTOOL = shutil.which("promtool") or str(ROOT / "build/prometheus/usr/bin/promtool")
-METRIC = re.compile(r"\b(penstock_\w+)(?:\{([^}]*)\})?")
+METRIC = re.compile(r"\b((?:vllm:)?penstock_\w+)(?:\{([^}]*)\})?")
 OTHERS = {"job"}
 """Labels that Prometheus adds itself."""
+VLLM_PAGE = ROOT / "tests" / "observe" / "pages" / "vllm.txt"
+"""What a vLLM with Penstock's connector answered."""
 
 
 def exported() -> dict[str, set[str]]:
-    """The labels of every series that a server or a router exports, by its name."""
+    """The labels of every series that a server, a router or vLLM exports, by its name."""
     found = {
         f"penstock_{row.name}{'_total' if row.kind is COUNTER else ''}": {"instance", *row.labels}
         for row in METRICS
@@ -34,11 +37,22 @@ def exported() -> dict[str, set[str]]:
         metrics.count_response("completions", 200)
     router.count("a", "decode", "answered")
     servers = [ServerNumbers(name="a", role="decode", is_up=True, load=0)]
-    for text in (server.text([], retries=0), router.text(servers)):
+    vllm = VLLM_PAGE.read_bytes()
+    for text in (server.text([], retries=0), router.text(servers), vllm):
         for family in text_string_to_metric_families(text.decode()):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def test_the_page_of_vllm_has_what_the_connector_counts_today() -> None:
+    known = {name.removeprefix("vllm:penstock_") for name in exported()}
+
+    # Those that came after the page was recorded.
+    later = {"bytes_sent_early"}
+    assert {f"{name}_total" for name in COUNTERS.keys() - later} <= known
+    assert GAUGES.keys() <= known
+    assert {f"{name}_bucket" for name in TIMES} <= known
 
 
 def dashboard_expressions() -> list[str]:
