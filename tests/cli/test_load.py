@@ -14,6 +14,7 @@ import pytest
 from penstock.cli.app import run
 from penstock.serve.guard import KEY_VARIABLE
 from tests.loadtest.conftest import answer_whole
+from tests.serve import browser
 from tests.serve.conftest import SOON_S, eventually
 from tests.serve.vllm_servers import Conversation, FakeVllm, fail, running
 
@@ -207,6 +208,28 @@ def test_runs_are_laid_side_by_side(
     assert status == 0
     assert capsys.readouterr().out.splitlines()[0].split() == [files[0], files[1], "better"]
     assert files[1] in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
+def test_the_page_of_two_runs_fits_every_screen_and_can_be_read(
+    openai: FakeVllm, tmp_path: Path
+) -> None:
+    files = [str(tmp_path / f"{name}-{'x' * 80}.json") for name in ("one", "<b>two")]
+    for file in files:
+        assert run(["load", openai.url, *SMALL, "--requests", "3", "--json", file]) == 0
+    file = tmp_path / "both.html"
+    assert run(["load-compare", *files, "--html", str(file)]) == 0
+
+    with browser.browsing(tmp_path / "profile") as page:
+        page.open(file.as_uri())
+        for width, scheme in ((390, "dark"), (1024, "light"), (1920, "dark")):
+            page.show(width=width, scheme=scheme)
+            page.fits(width)
+            assert page.unreadable() == []
+        assert page.run("document.querySelectorAll('svg polyline').length") >= 4
+        assert page.run("document.querySelectorAll('b').length") == 0
+        assert page.requests == [file.as_uri()]
+        assert page.errors == []
 
 
 def test_nobody_at_the_address_cannot_run_here(capsys: pytest.CaptureFixture[str]) -> None:

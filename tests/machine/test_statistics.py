@@ -159,3 +159,21 @@ def test_tiers_of_an_engine_that_offloads_are_those_below_the_device(
     driver = make_driver(device=None, host=4, disk=4)
 
     assert [tier.name for tier in driver.machine.statistics().tiers] == ["host", "disk"]
+
+
+def test_statistics_are_counted_as_things_change_not_by_looking_at_every_slot(
+    make_driver: MakeDriver,
+) -> None:
+    # Whoever looks at a server asks for them every second, on the engine's thread.
+    driver = make_driver(device=8, host=8)
+    driver.store("ab", "abc")
+    wanted = driver.machine.statistics()
+    pools = [tier.pool for tier in driver.books.owned_tiers()]
+    for pool in pools:
+        for name in ("state", "holders", "node", "state_view", "holders_view"):
+            setattr(pool, name, None)
+    for name in ("copy_count", "keys"):
+        assert hasattr(driver.books.nodes, name)
+        setattr(driver.books.nodes, name, None)
+
+    assert driver.machine.statistics() == wanted

@@ -16,6 +16,7 @@ from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.page import LineChart, page_of
 from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
+from tests.serve import browser
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -223,6 +224,22 @@ def test_the_page_has_curves_and_nothing_from_elsewhere(trace: str) -> None:
     assert tags.names.count("polyline") == 3
     assert "script" not in tags.names
     assert not tags.references
+
+
+@pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
+def test_the_page_fits_every_screen_and_can_be_read(trace: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(page_of(plan_for(trace, prefill_tokens_per_s=1000.0)), encoding="utf-8")
+
+    with browser.browsing(tmp_path / "profile") as page:
+        page.open(file.as_uri())
+        for width, scheme in ((390, "dark"), (1024, "light"), (1920, "dark")):
+            page.show(width=width, scheme=scheme)
+            page.fits(width)
+            assert page.unreadable() == []
+            assert page.picture().startswith(b"\x89PNG")
+        assert page.requests == [file.as_uri()]
+        assert page.errors == []
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_page(

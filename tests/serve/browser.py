@@ -29,6 +29,31 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-background-networking", "--disable-component-update"),
 )
 
+CONTRAST = """(() => {
+  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((each) => each / 255)
+    .map((each) => (each <= 0.03928 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const found = numbers(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const says = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+    if (!says || !node.getClientRects().length) continue;
+    const isSvg = node instanceof SVGElement, style = getComputedStyle(node);
+    const pair = [light(numbers(isSvg ? style.fill : style.color)), light(behind(node))].sort();
+    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    if (ratio < 4.5) poor.push([ratio, node.textContent.slice(0, 40)]);
+  }
+  return poor;
+})()"""
+"""Texts with less contrast than WCAG asks for."""
+
 
 class BrowserPage:
     """One tab."""
@@ -107,6 +132,11 @@ class BrowserPage:
         as large as the page.
         """
         self.wait(f"document.documentElement.scrollWidth <= {width}")
+
+    def unreadable(self) -> list[Any]:
+        """Texts with less contrast than WCAG asks for, with their ratios."""
+        found: list[Any] = self.run(CONTRAST)
+        return found
 
     def press(self, key: str) -> None:
         """Presses and releases a key that has no character: `Tab`, `Enter`, `Escape`."""

@@ -17,7 +17,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 360, 56, 40, 16, 150
 COLOURS = ("#1b6ca8", "#c44e52", "#4c9f70", "#8b6bb1", "#b07d2b", "#4aa3a2")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
-  color: #222; background: #fff; }
+  color: #222; background: #fff; overflow-wrap: anywhere; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; white-space: nowrap; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
