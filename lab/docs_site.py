@@ -71,7 +71,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def examples_page() -> str:
-    parts = ["# Examples\n\nPrograms run from a clone, after `make demo` has set it up.\n"]
+    how = "after `make demo` has set it up: `.venv/bin/python examples/chat.py`."
+    parts = [f"# Examples\n\nPrograms run from a clone, {how}\n"]
     for pattern, language in SHOWN.items():
         for path in sorted(ROOT.glob(pattern)):
             text = path.read_text(encoding="utf-8")
