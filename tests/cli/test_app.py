@@ -236,8 +236,12 @@ def test_output_that_finds_no_room_is_one_line_and_a_status(words: list[str]) ->
     assert ended.stderr == "penstock: output cannot be written: No space left on device\n"
 
 
-def test_a_reader_that_has_read_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_read_enough_is_no_error(
+    unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is seen at the end of the process, or in the midst of the command."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as closed:

@@ -173,3 +173,15 @@ def test_nobody_there_and_no_file_are_told(
     status, _, complaint = said(capsys, "pin", nobody, "kept", "--prompt-file", f"{prompt_file}.no")
     assert status == 2
     assert "cannot be read" in " ".join(complaint.split())
+
+
+@pytest.mark.parametrize("tenant", ["a\nb", "é", "日本"])
+def test_a_tenant_that_no_header_can_name_is_refused(
+    tenant: str, prompt_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("pin", "http://127.0.0.1:9", "kept", "--prompt-file", str(prompt_file))
+
+    status, _, complaint = said(capsys, *words, "--tenant", tenant)
+
+    assert status == 2
+    assert "--tenant" in complaint

@@ -180,6 +180,61 @@ def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str])
     assert "--metrics" in capsys.readouterr().err
 
 
+def test_a_server_that_would_count_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ("--metrics", "http://127.0.0.1:8000", "--metrics", "http://127.0.0.1:8000/metrics")
+
+    assert run(["dashboard", *urls]) == 2
+    assert capsys.readouterr().err == (
+        "penstock: --metrics: has http://127.0.0.1:8000 twice, must have each server once\n"
+    )
+
+
+def test_a_server_that_comes_back_is_logged_as_its_going_was(
+    vllm: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "SCRAPE_S", SOON_S)
+    caplog.set_level("INFO", logger=dashboard.__name__)
+
+    async def look() -> None:
+        watch = watch_of(vllm.url)
+        await watch.ask()
+        vllm.status = 503
+        await watch.ask()
+        vllm.status = 200
+        await watch.ask()
+        await watch.ask()
+
+    asyncio.run(look())
+
+    assert [each.getMessage().partition(" cause=")[0] for each in caplog.records] == [
+        f"server up: url={vllm.url}",
+        f"server down: url={vllm.url}",
+        f"server up: url={vllm.url}",
+    ]
+
+
+def test_of_a_long_line_that_is_no_metric_the_beginning_is_shown(
+    vllm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "SCRAPE_S", SOON_S)
+    vllm.page = b"<html>" + b"x" * 100_000
+
+    [cause] = asyncio.run(asked(watch_of(vllm.url)))["health"]["why"]
+
+    assert "no metrics that can be read" in cause
+    assert "<html>" in cause
+    assert len(cause) < 1000
+
+
+def test_the_status_of_a_dashboard_says_what_to_do_instead(
+    vllm: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with dashboard_of(vllm.url) as address:
+        assert run(["status", address]) == 3
+
+    assert "is a penstock dashboard: open it in a browser" in capsys.readouterr().err
+
+
 @contextmanager
 def dashboard_of(*urls: str) -> Iterator[str]:
     options = [word for url in urls for word in ("--metrics", url)]
@@ -190,7 +245,8 @@ def dashboard_of(*urls: str) -> Iterator[str]:
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        assert line.startswith(f"penstock: dashboard of {len(urls)} servers at http://127.0.0.1:")
+        servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"
+        assert line.startswith(f"penstock: dashboard of {servers} at http://127.0.0.1:")
         yield line.split()[-1]
     finally:
         process.send_signal(signal.SIGTERM)

@@ -7,11 +7,14 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import termios
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,7 +57,8 @@ def router(decode: FakeVllm) -> Iterator[RunningRouter]:
         "http://",
         "http://[::1",
         "http://127.0.0.1:99999",
-        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8000/v2",
+        "http://127.0.0.1:8000/v1/models",
         "http://127.0.0.1:8000?x=1",
         "http://name:password@127.0.0.1:8000",
         "http://a\nb:1",
@@ -84,6 +88,14 @@ def test_https_to_a_server_without_tls_says_what_to_try(
     assert status == 3
     assert "its address begins with http://" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/"])
+def test_the_address_that_clients_of_openai_take_will_do(
+    end: str, router: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", router.address + end]) == 0
+    assert capsys.readouterr().out.startswith(f"{router.address}: ok ")
 
 
 def test_the_status_of_a_server_says_how_it_is(
@@ -179,7 +191,7 @@ def test_top_shows_every_view_once(server: Running, capsys: pytest.CaptureFixtur
     eventually(lambda: answer["id"] in run_once(server, capsys), wanted=True)
 
     shown = run_once(server, capsys)
-    for text in ("overview", "instance-0", "first token s", "prompt tokens"):
+    for text in ("overview", "instance-0", "first token", "prompt tokens"):
         assert text in shown
 
 
@@ -193,6 +205,55 @@ def test_top_without_a_terminal_says_what_to_use(
 ) -> None:
     assert run(["top", router.address]) == 3
     assert "--once" in capsys.readouterr().err
+
+
+def test_top_in_a_terminal_that_can_show_no_screen_says_what_to_use(
+    router: RunningRouter,
+) -> None:
+    with in_terminal("top", router.address, TERM="dumb") as (process, ours):
+        assert process.wait(SOON_S) == 3
+        assert b"--once" in wait_for(ours, b"\n", b"")
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
+def test_a_top_that_is_told_to_end_leaves_the_terminal_as_it_was(
+    router: RunningRouter, asked: signal.Signals
+) -> None:
+    with in_terminal("top", router.address) as (process, ours):
+        before = termios.tcgetattr(ours)
+        seen = wait_for(ours, b"overview", b"")
+        process.send_signal(asked)
+        assert process.wait(SOON_S) == 128 + asked
+        assert b"\x1b[?1049l" in wait_for(ours, b"\x1b[?1049l", seen)
+        assert termios.tcgetattr(ours) == before
+
+
+def test_numbers_of_requests_are_whole_in_a_narrow_terminal() -> None:
+    asked = {
+        "request": "cmpl-2b784077490f449087030c5dad253165",
+        "began": 0.0,
+        "prompt_tokens": 12345,
+        "found": {"device": 12000},
+        "first_token_s": 0.00491,
+        "took_s": 1.52,
+        "generated": 400,
+        "outcome": "answered",
+    }
+    live: dict[str, Any] = {
+        "kind": "server",
+        "now": 5.0,
+        "health": {"state": "ok", "why": []},
+        "traffic": {"requests": [asked]},
+    }
+    console = Console(width=80)
+
+    with console.capture() as captured:
+        console.print(draw("http://here", live, TopView(view=2)))
+
+    row = next(line for line in captured.get().splitlines() if line.startswith("cmpl-"))
+    name, *cells = re.split(r"\s{2,}", row.strip())
+    assert name.endswith("…")
+    assert cells == ["5", "12,345", "12,000", "4.91 ms", "1.52 s", "400", "answered"]
 
 
 def test_rows_are_sorted_by_the_column_that_was_chosen() -> None:
@@ -225,17 +286,30 @@ def test_rows_are_sorted_by_the_column_that_was_chosen() -> None:
 
 
 def test_top_is_driven_by_keys_and_leaves_the_terminal_as_it_was(router: RunningRouter) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "penstock.cli.entry", "top", router.address]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
-    try:
+    with in_terminal("top", router.address) as (process, ours):
         seen = wait_for(ours, b"overview", b"")
         os.write(ours, b"3")
-        seen = wait_for(ours, b"first token s", seen)
+        seen = wait_for(ours, b"first token", seen)
         os.write(ours, b"q")
         assert process.wait(SOON_S) == 0
         # The screen that was there before is shown again.
         assert b"\x1b[?1049l" in wait_for(ours, b"\x1b[?1049l", seen)
+
+
+@contextmanager
+def in_terminal(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command in a terminal, and the descriptor of whoever sits in front of it."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "penstock.cli.entry", *words]
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", **environment},
+    )
+    try:
+        yield process, ours
     finally:
         process.kill()
         process.wait(SOON_S)

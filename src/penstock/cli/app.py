@@ -235,6 +235,9 @@ class CommandLine:
             command = get_command(self.app_for(given))
             command(args=given, prog_name=self.name)
         except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):
+                # typer and rich end with status 1 where whoever reads has read enough.
+                raise end.__context__ from None
             return end.code if isinstance(end.code, int) else ExitStatus.FINE
         except InvariantViolation:
             raise

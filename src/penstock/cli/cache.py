@@ -19,6 +19,7 @@ import typer
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import ApiKeyFileOption
 from penstock.cli.status import LiveUrlArgument, live_client
+from penstock.errors import shown
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -61,14 +62,16 @@ def pin(
     How much may be pinned is bounded by pin_share. Status 1 if an instance could not.
     """
     if (prompt_file is None) == (system_file is None):
-        raise typer.BadParameter("must be given, or else --system-file", param_hint="--prompt-file")
+        raise typer.BadParameter(
+            "or --system-file must be given, one of the two", param_hint="--prompt-file"
+        )
     body: dict[str, Any] = {"name": name, "seconds": seconds}
     if prompt_file is not None:
         body["prompt"] = _text_in(prompt_file, "--prompt-file")
     if system_file is not None:
         text = _text_in(system_file, "--system-file")
         body["messages"] = [{"role": "system", "content": text}]
-    headers = {"x-penstock-tenant": tenant} if tenant else {}
+    headers = {"x-penstock-tenant": _header("--tenant", tenant)} if tenant else {}
     client = live_client(url, api_key_file)
     _tell_pin(json, client.call("POST", "/admin/pin", body=body, headers=headers), "pinned")
 
@@ -120,6 +123,15 @@ def _told(text: str, request: str) -> str:
     return mark + re.sub(r"^([a-z ]+)/\d+", r"\1", words)
 
 
+def _header(option: str, value: str) -> str:
+    """What a header can carry, and every client encodes alike."""
+    if not (value.isascii() and value.isprintable()):
+        raise typer.BadParameter(
+            f"is {shown(value)}, must be printable ASCII characters", param_hint=option
+        )
+    return value
+
+
 def _text_in(path: Path, option: str) -> str:
     try:
         with path.open("rb") as file:
@@ -132,16 +144,16 @@ def _text_in(path: Path, option: str) -> str:
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{path} is no text in UTF-8", param_hint=option) from error
     if not 1 <= len(found) <= PROMPT_BYTES_MAX:
+        size = "more bytes" if found else "no byte"
         raise typer.BadParameter(
-            f"{path} has {len(found):,} bytes or more, must have from 1 to {PROMPT_BYTES_MAX:,}",
-            param_hint=option,
+            f"{path} has {size}, must have from 1 to {PROMPT_BYTES_MAX:,}", param_hint=option
         )
     return text
 
 
 def _tell_pin(json: Path | None, done: dict[str, Any], verb: str) -> None:
     rows = [
-        f"{instance}: {verb} {blocks} blocks"
+        f"{instance}: {verb} {blocks} {'block' if blocks == 1 else 'blocks'}"
         + (f", {done['cached'][instance]} of them cached now" if verb == "pinned" else "")
         for instance, blocks in done["blocks"].items()
     ]

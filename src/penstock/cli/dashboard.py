@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.util import find_spec
 from typing import Annotated, TypeAlias
 
@@ -63,6 +64,9 @@ def show_dashboard(
     if len(metrics) > SERVERS_MAX:
         raise ConfigError("--metrics", f"is there {len(metrics)} times, may be {SERVERS_MAX} times")
     urls = [ServerUrl.read("--metrics", _server(each)) for each in metrics]
+    for url, times in Counter(urls).items():
+        if times > 1:
+            raise ConfigError("--metrics", f"has {url} twice, must have each server once")
     require_usable_options(api_key, api_key_file)
     given = {
         "host": host,
@@ -82,7 +86,8 @@ def show_dashboard(
         logs.set_up(table.log_level, as_json=table.log_json)
         key = find_key(table)
         warn_of_openness(table, key, on_command_line=api_key is not None)
-        print(f"penstock: dashboard of {len(urls)} servers at {address_of(bound)}/", flush=True)
+        servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"
+        print(f"penstock: dashboard of {servers} at {address_of(bound)}/", flush=True)
         run_dashboard(urls, bound, key)
 
 

@@ -87,14 +87,16 @@ class LiveClient:
             host.encode("idna")
         except ValueError:  # Also that of a name which no host can have.
             parts, host = urlsplit(""), ""
-        beside = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+        # Clients of OpenAI's API have /v1 in theirs, and `penstock serve` prints it so.
+        path = parts.path.strip("/").removeprefix("v1")
+        beside = path or parts.query or parts.fragment or "@" in parts.netloc
         if parts.scheme not in {"http", "https"} or not host or beside or not url.isprintable():
             raise ConfigError(
                 "URL",
                 f"is {shown(url)}, must be the address of a server: http://HOST:PORT, or the "
                 "absolute path of its socket",
             )
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._host = host
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
 
@@ -106,6 +108,10 @@ class LiveClient:
             ConfigError: the server has a key, and this is another one.
         """
         status, found = self._exchange("GET", "/live")
+        if found.get("kind") == "metrics":
+            raise UnavailableError(
+                f"{self.url} is a penstock dashboard: open it in a browser, or ask a server itself"
+            )
         if status != 200 or found.get("kind") not in {"server", "router"}:
             raise UnavailableError(
                 f"{self.url} is no penstock serve or penstock router: GET /live has status {status}"

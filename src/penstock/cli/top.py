@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -34,8 +35,11 @@ from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from rich.console import RenderableType
+
+    from penstock.cli.status import LiveClient
 
 VIEWS = ("overview", "instances", "requests")
 FILE_WIDTH = 160
@@ -94,32 +98,52 @@ def show_top(
             for number in range(len(VIEWS)):
                 console.print(draw(client.url, live, TopView(view=number)))
         return
-    if not console.is_terminal or not sys.stdin.isatty():
+    if not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
         raise UnavailableError("top needs a terminal: use --once, --json FILE or penstock status")
-    with _single_keys() as descriptor, Live(console=console, screen=True, auto_refresh=False) as at:
+    _watch(client, live, console, every_s)
+
+
+def _watch(client: LiveClient, live: dict[str, Any], console: Console, every_s: float) -> None:
+    """Shows what the server says now, again and again, until a key ends it."""
+    with (
+        _ended_by_signals(),
+        _single_keys() as descriptor,
+        Live(console=console, screen=True, auto_refresh=False) as at,
+    ):
         view, problem = TopView(), ""
         while True:
             at.update(draw(client.url, live, view, problem), refresh=True)
-            if not _take_keys(descriptor, view, time.monotonic() + every_s, at, client.url, live):
-                return
+            deadline = time.monotonic() + every_s
+            while typed := _keys_before(deadline, descriptor):
+                if not all(view.press(key) for key in typed):
+                    return
+                at.update(draw(client.url, live, view, problem), refresh=True)
             try:
                 live, problem = client.ask(), ""
             except UnavailableError as error:
                 problem = f"{error}; trying again"
 
 
-def _take_keys(
-    descriptor: int, view: TopView, deadline: float, at: Live, url: str, live: dict[str, Any]
-) -> bool:
-    """Takes keys in until it is time to look again; returns whether to go on."""
-    while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([descriptor], [], [], left)
-        if ready:
-            typed = os.read(descriptor, 64)
-            if not typed or not all(view.press(chr(key)) for key in typed):
-                return False
-            at.update(draw(url, live, view), refresh=True)
-    return True
+def _keys_before(deadline: float, descriptor: int) -> str:
+    """Waits for keys; empty if it is time to look again. The end of input counts as `q`."""
+    left = max(0.0, deadline - time.monotonic())
+    ready, _, _ = select.select([descriptor], [], [], left)
+    return (os.read(descriptor, 64).decode("latin-1") or "q") if ready else ""
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Signals end it by an exception, so that the terminal becomes what it was before."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, was in before.items():
+            signal.signal(each, was)
 
 
 @contextmanager
@@ -174,7 +198,7 @@ def _server_table(live: dict[str, Any]) -> tuple[Sequence[str], list[Row]]:
 
 
 def _request_table(live: dict[str, Any]) -> tuple[Sequence[str], list[Row]]:
-    names = ("request", "age s", "prompt", "found", "first token s", "took s", "answer", "ended")
+    names = ("request", "age s", "prompt", "found", "first token", "took", "answer", "ended")
     rows: list[Row] = [
         (
             *(each["request"] or "–", round(live["now"] - each["began"]), each["prompt_tokens"]),
@@ -200,9 +224,11 @@ def _table(names: Sequence[str], rows: list[Row], view: TopView) -> Table:
     for at, name in enumerate(names, start=1):
         is_text = all(isinstance(row[at - 1], str) for row in rows)
         title = name + (mark if at == column else "")
-        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
+        # In a narrow terminal the name gives way, and numbers stay whole.
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=at > 1)
     for row in rows:
-        table.add_row(*(_cell(name, cell) for name, cell in zip(names, row, strict=True)))
+        first, *others = (_cell(name, cell) for name, cell in zip(names, row, strict=True))
+        table.add_row(Text(first, no_wrap=True, overflow="ellipsis"), *others)
     return table
 
 
@@ -211,4 +237,4 @@ def _cell(name: str, cell: str | float | None) -> str:
         return "–"
     if isinstance(cell, str):
         return cell
-    return seconds_text(cell) if name in {"first token s", "took s"} else f"{cell:,.0f}"
+    return seconds_text(cell) if name in {"first token", "took"} else f"{cell:,.0f}"

@@ -124,7 +124,10 @@ class _Samples:
                     if count > SAMPLES_MAX:
                         raise PageError(f"the page has more than {SAMPLES_MAX} samples")
         except ValueError as error:
-            raise PageError(f"the page is not in Prometheus' text format: {error}") from error
+            # The error may quote a line of any length.
+            raise PageError(
+                f"the page is not in Prometheus' text format: {shown(str(error))}"
+            ) from error
 
     def has_prefix(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._found)

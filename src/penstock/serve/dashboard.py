@@ -83,6 +83,8 @@ class _Watched:
         except (PageError, UnicodeDecodeError) as error:
             self._fall(f"has no metrics that can be read: {error}")
         else:
+            if self.cause:
+                logger.info("server up: url=%s", self.url)
             self.cause = ""
             self._take(page, time.monotonic())
 
