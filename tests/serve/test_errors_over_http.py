@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,47 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
 
     assert answer.status_code == 413
     assert answer.json()["error"]["message"] == "the body has more than 1048576 bytes"
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None:
+    """A client that asks first (`Expect: 100-continue`) sends none of it."""
+    text: Any = None
+    settings = app.ServerSettings()
+    served = app.Server(Router(), text, ServerMetrics(), model="m", settings=settings).app()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("nobody asked for the body")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    length = [(b"content-length", b"99999999999")]
+    asyncio.run(served({**scope, "headers": length}, receive, send))
+
+    assert sent[0]["status"] == 413
+    assert b"the body has more than 1048576 bytes" in sent[1]["body"]
+
+
+def test_a_compressed_body_is_refused_by_its_header(server: Running) -> None:
+    body = gzip.compress(json.dumps({"prompt": "x"}).encode())
+
+    answer = server.client.post(
+        "/v1/completions", content=body, headers={"content-encoding": "gzip"}
+    )
+
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"] == (
+        "content-encoding is 'gzip', must be left out: bodies are read as they are"
+    )
+
+
+def test_a_body_that_is_not_there_is_called_so(server: Running) -> None:
+    answer = server.client.post("/v1/completions")
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body is empty, must be a JSON object"
 
 
 def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,21 @@ def events_of(client: httpx.Client) -> Iterator[Iterator[Any]]:
         assert answer.headers["content-type"] == "text/event-stream"
         lines = (line for line in answer.iter_lines() if line)
         yield (json.loads(line.removeprefix("data: ")) for line in lines)
+
+
+def test_who_asks_for_the_head_of_the_events_gets_it_and_is_no_viewer(server: Running) -> None:
+    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("HEAD", "/live/events")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
+        answer.read()
+
+        # The answer has ended, so the connection can be used again.
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+    finally:
+        connection.close()
 
 
 def test_a_document_says_what_happened_to_requests(server: Running) -> None:
@@ -207,7 +223,7 @@ class Viewer:
         self.seen.put_nowait(message.get("body", b""))
 
 
-HTTP = Request({"type": "http", "headers": []})
+HTTP = Request({"type": "http", "method": "GET", "headers": []})
 
 
 def test_documents_are_made_once_for_all_viewers_and_not_when_nobody_looks() -> None:

@@ -320,6 +320,14 @@ class Server:
 
     async def _body(self, http: HttpRequest) -> bytes:
         self._guard.require_key(http)
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise BadRequest(
+                f"content-encoding is {shown(encoding)}, must be left out: bodies are read as they "
+                "are",
+                param="content-encoding",
+                status=415,
+            )
         settings = self._settings
         return await read_body(http, bytes_max=settings.body_bytes_max, within_s=settings.body_s)
 

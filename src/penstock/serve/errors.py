@@ -9,6 +9,7 @@
 | 405    | `invalid_request_error` | the path takes another method                           |
 | 408    | `invalid_request_error` | the body was not complete in time                       |
 | 413    | `invalid_request_error` | the body is too large                                   |
+| 415    | `invalid_request_error` | the body is compressed                                  |
 | 429    | `rate_limit_error`      | too many requests; `Retry-After` says when to retry     |
 | 500    | `server_error`          | a defect of ours                                        |
 | 409    | `invalid_request_error` | another `/admin/*` operation is under way               |

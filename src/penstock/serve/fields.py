@@ -220,6 +220,8 @@ def read_object(body: bytes) -> dict[str, object]:
     Raises:
         BadRequest: it is not one.
     """
+    if not body:
+        raise BadRequest("the body is empty, must be a JSON object")
     try:
         given = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

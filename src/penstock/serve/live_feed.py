@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.serve.guard import Guard
 
+EVENT_STREAM = "text/event-stream"
 TICK_S = 1.0
 VIEWERS_MAX = 16
 """Each of them is a connection, and some kilobytes a second."""
@@ -91,6 +92,9 @@ class LiveFeed:
     async def events(self, http: HttpRequest) -> ASGIApp:
         """`GET /live/events`."""
         self._guard.require_key(http)
+        if http.method == "HEAD":
+            # Who asks for the head alone is no viewer, and would be one for ever.
+            return Response(headers={"content-type": EVENT_STREAM, "cache-control": "no-store"})
         if self._viewers >= VIEWERS_MAX:
             return errors.busy(f"{self._viewers} viewers look at this page, at most that many may")
         return self._answer
@@ -123,7 +127,7 @@ class LiveFeed:
 
     async def _send_documents(self, send: Send) -> None:
         headers = [
-            (b"content-type", b"text/event-stream"),
+            (b"content-type", EVENT_STREAM.encode()),
             (b"cache-control", b"no-store"),
             # nginx and its like would keep events back until they have a page of them.
             (b"x-accel-buffering", b"no"),
