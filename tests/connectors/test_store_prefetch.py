@@ -65,7 +65,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("left") / "disk"
-    with closing(FakeEngine(disk=folder)) as engine:
+    with pytest.MonkeyPatch.context() as patch, closing(FakeEngine(disk=folder)) as engine:
+        patch.setattr("penstock.store.link.SILENT_S", SOON_S)
         start(engine)
         engine.run(FakeRequest("first", PROMPT))
     return folder

@@ -26,6 +26,7 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.rank_facts import Agreement
 from penstock.runtime.rank_links import LocalLink
 from penstock.store import link
+from penstock.supervisor import client
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.memory import MemoryTier
@@ -319,8 +320,9 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store process that a busy machine keeps from answering is not taken for one that hangs."""
+    """A process that a busy machine keeps from answering is not taken for one that hangs."""
     monkeypatch.setattr(link, "SILENT_S", 600.0)
+    monkeypatch.setattr(client, "ANSWER_S", 60.0)
 
 
 @pytest.fixture

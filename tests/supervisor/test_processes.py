@@ -318,7 +318,7 @@ def test_leaving_its_group_does_not_save_a_process(lab: Lab) -> None:
 
 def test_all_stop_in_the_reverse_order_of_their_start(lab: Lab) -> None:
     for name in "abc":
-        pid = lab.start("stop_politely", name=name)
+        pid = lab.start("stop_politely", name=name, stop_s=PATIENCE_S)
         assert lab.line.hear() == f"{name} runs {pid}"
 
     lab.supervisor.close()

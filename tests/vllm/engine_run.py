@@ -300,7 +300,8 @@ def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, dict[str, Any]] = {}
     (published,) = SUBSCRIPTIONS
-    while published.poll(500):
+    # A busy machine may keep vLLM's publishing thread from running for a while.
+    while published.poll(2000):
         batch = msgspec.msgpack.decode(published.recv_multipart()[2], type=KVEventBatch)
         for event in batch.events:
             blocks = found.setdefault(f"{type(event).__name__} {getattr(event, 'medium', '')}", {})

@@ -182,7 +182,7 @@ def test_a_search_ends_in_time() -> None:
     result = explore(Counters(6, 9), bounds=Bounds(seconds=0.05))
 
     assert result.stopped_by == "0 seconds"
-    assert result.seconds < 5
+    assert result.state_count < 10**6  # Not all of them.
 
 
 def test_a_search_stays_within_its_memory() -> None:
