@@ -11,6 +11,7 @@ from penstock.cli.app import run
 from penstock.cli.cache import story_lines
 from penstock.engine.named_pins import PINS_MAX
 from tests.serve.conftest import eventually
+from tests.serve.vllm_servers import answering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,6 +174,36 @@ def test_nobody_there_and_no_file_are_told(
     status, _, complaint = said(capsys, "pin", nobody, "kept", "--prompt-file", f"{prompt_file}.no")
     assert status == 2
     assert "cannot be read" in " ".join(complaint.split())
+
+
+@pytest.mark.parametrize(
+    "words", [("clear",), ("pin", "kept"), ("unpin", "kept"), ("story", "cmpl-1")], ids="/".join
+)
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"<html>"),
+        (200, b'{"reset": 5, "blocks": [], "failed": {}, "story": ["x"]}'),
+        (404, b'{"error": "not found"}'),
+        (503, b'{"failed": "x"}'),
+    ],
+)
+def test_who_is_no_penstock_is_told_in_one_line(
+    words: tuple[str, ...],
+    status: int,
+    body: bytes,
+    prompt_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, *name = words
+    options = ["--prompt-file", str(prompt_file)] if command == "pin" else []
+
+    with answering(status, body) as address:
+        ended, _, complaint = said(capsys, command, address, *name, *options)
+
+    assert ended == 3
+    assert complaint.startswith(f"penstock: {address}")
+    assert complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize("tenant", ["a\nb", "é", "日本"])

@@ -25,7 +25,7 @@ from penstock.cli.top import TopView, draw
 from penstock.errors import UnavailableError
 from penstock.serve.server_socket import address_of, listen
 from tests.serve.conftest import SOON_S, eventually
-from tests.serve.vllm_servers import FakeVllm, RunningRouter, running
+from tests.serve.vllm_servers import FakeVllm, RunningRouter, answering, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,6 +184,28 @@ def test_what_is_wrong_is_said_in_one_line(
             assert error.startswith("penstock: API key: is missing or wrong for http://")
         once = ("--once",) if command == "top" else ()
         assert run([command, locked.address, "--api-key-file", str(key), *once]) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b'{"kind": "server"}',
+        b'{"kind": "router", "health": {"state": "weird"}}',
+        b"[" * 100_000,
+    ],
+    ids=lambda body: repr(body[:18]),
+)
+@pytest.mark.parametrize("words", [["status"], ["top", "--once"]], ids=" ".join)
+def test_who_answers_as_no_penstock_does_is_told_in_one_line(
+    words: list[str], body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(200, body) as address:
+        assert run([*words, address]) == 3
+
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"penstock: {address} is no ")
+    assert complaint.count("\n") == 1
 
 
 def test_top_shows_every_view_once(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

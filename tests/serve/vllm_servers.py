@@ -102,6 +102,33 @@ class Conversation(BaseHTTPRequestHandler):
         return params.get("penstock", {})
 
 
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """The address of a server that answers everything alike."""
+
+    class Alike(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", "0")))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - as its base class wants it
+
+        def log_message(self, *_: object) -> None:
+            """The test looks at what matters."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Alike) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(SOON_S)
+
+
 class FakeVllm(ThreadingHTTPServer):
     """A server that answers as vLLM does, unless it is told otherwise."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import msgspec
 import typer
 
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
@@ -25,6 +26,24 @@ commands = typer.Typer(no_args_is_help=True)
 
 PROMPT_BYTES_MAX = 16 << 20
 
+
+class _Cleared(msgspec.Struct):
+    reset: list[str]
+
+
+class _Unpinned(msgspec.Struct):
+    blocks: dict[str, int]
+    failed: dict[str, str]
+
+
+class _Pinned(_Unpinned):
+    cached: dict[str, int]
+
+
+class _Story(msgspec.Struct):
+    story: list[Annotated[str, msgspec.Meta(pattern=r"^[0-9.]+ ")]]
+
+
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="What the pin is called.")]
 
 
@@ -33,7 +52,7 @@ def clear(
     url: LiveUrlArgument, *, api_key_file: ApiKeyFileOption = None, json: JsonOption = None
 ) -> None:
     """Forget everything that is cached, in all instances and tiers; requests go on."""
-    done = live_client(url, api_key_file).call("POST", "/admin/reset")
+    done = live_client(url, api_key_file).call("POST", "/admin/reset", _Cleared)
     _tell(json, done, f"cleared: {', '.join(done['reset']) or 'no instance is ready'}")
 
 
@@ -73,7 +92,8 @@ def pin(
         body["messages"] = [{"role": "system", "content": text}]
     headers = {"x-penstock-tenant": _header("--tenant", tenant)} if tenant else {}
     client = live_client(url, api_key_file)
-    _tell_pin(json, client.call("POST", "/admin/pin", body=body, headers=headers), "pinned")
+    done = client.call("POST", "/admin/pin", _Pinned, body=body, headers=headers)
+    _tell_pin(json, done, "pinned")
 
 
 @commands.command()
@@ -86,7 +106,8 @@ def unpin(
 ) -> None:
     """Let the blocks of a pinned prefix leave again when their turn comes."""
     client = live_client(url, api_key_file)
-    _tell_pin(json, client.call("POST", "/admin/unpin", body={"name": name}), "unpinned")
+    done = client.call("POST", "/admin/unpin", _Unpinned, body={"name": name})
+    _tell_pin(json, done, "unpinned")
 
 
 @commands.command()
@@ -101,7 +122,7 @@ def story(
 ) -> None:
     """Say what happened to the blocks of a request, step by step."""
     path = f"/cache/story?request={quote(request, safe='')}"
-    found = live_client(url, api_key_file).call("GET", path)
+    found = live_client(url, api_key_file).call("GET", path, _Story)
     _tell(json, found, "\n".join(story_lines(found["story"], request)))
 
 

@@ -13,6 +13,7 @@ from ssl import SSLError
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import typer
 
 from penstock.cache.explain import MissReason
@@ -20,6 +21,7 @@ from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import ApiKeyFileOption
 from penstock.config.values import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, shown
+from penstock.observe.live import RouterLive, ServerLive
 from penstock.observe.miss_reasons import MISS_ADVICE
 from penstock.observe.traffic import HANDED
 from penstock.serve.guard import find_client_key, wrong_key
@@ -39,6 +41,34 @@ LiveUrlArgument = Annotated[
         help="A running server, such as http://127.0.0.1:8000, or the path of its socket.",
     ),
 ]
+
+
+class _Tier(msgspec.Struct):
+    name: str
+    slots: int
+    free: int
+    held: int
+    on: bool
+
+
+class _Cache(msgspec.Struct):
+    tiers: list[_Tier]
+    misses: dict[str, int]
+    prefill_tokens_per_s: float | None
+
+
+class _Instance(msgspec.Struct):
+    """What is shown of `InstanceStatistics`: a server of another version may have other fields."""
+
+    instance: str
+    role: str
+    state: str
+    running: int
+    waiting: int
+    loading: int
+    claiming: int
+    handoffs: dict[str, int]
+    cache: _Cache
 
 
 class SocketConnection(HTTPConnection):
@@ -107,7 +137,8 @@ class LiveClient:
             UnavailableError: nobody answers, or something that is no server of Penstock.
             ConfigError: the server has a key, and this is another one.
         """
-        status, found = self._exchange("GET", "/live")
+        status, content = self._exchange("GET", "/live")
+        found = _object_in(content)
         if found.get("kind") == "metrics":
             raise UnavailableError(
                 f"{self.url} is a penstock dashboard: open it in a browser, or ask a server itself"
@@ -116,12 +147,19 @@ class LiveClient:
             raise UnavailableError(
                 f"{self.url} is no penstock serve or penstock router: GET /live has status {status}"
             )
+        try:
+            live = msgspec.json.decode(content, type=ServerLive | RouterLive)
+            for each in live.instances if isinstance(live, ServerLive) else ():
+                msgspec.json.decode(each, type=_Instance)
+        except msgspec.DecodeError as error:
+            raise self._strange("GET /live", error) from error
         return found
 
     def call(
         self,
         method: str,
         path: str,
+        shape: type[msgspec.Struct],
         *,
         body: object = None,
         headers: Mapping[str, str] | None = None,
@@ -129,16 +167,28 @@ class LiveClient:
         """What a server answers; also if an instance could not do what was asked for.
 
         Raises:
-            UnavailableError: nobody answers, or nobody who knows this path.
+            UnavailableError: nobody answers, or nobody who knows this path, or not in this `shape`.
             ConfigError: the server refuses it, and says why.
         """
-        status, found = self._exchange(method, path, body, headers)
+        status, content = self._exchange(method, path, body, headers)
+        found = _object_in(content)
+        asked = f"{method} {path.partition('?')[0]}"
         if status == 200 or (status == 503 and "failed" in found):
+            try:
+                msgspec.convert(found, shape)
+            except msgspec.ValidationError as error:
+                raise self._strange(asked, error) from error
             return found
-        problem = found.get("error", {}).get("message", f"{method} {path} has status {status}")
-        if 400 <= status < 500 and "error" in found:
+        said = found.get("error")
+        problem = said.get("message") if isinstance(said, dict) else None
+        if 400 <= status < 500 and problem:
             raise ConfigError(self.url, f"refuses it: {problem}")
-        raise UnavailableError(f"{self.url}: {problem}")
+        raise UnavailableError(f"{self.url}: {problem or f'{asked} has status {status}'}")
+
+    def _strange(self, asked: str, error: Exception) -> UnavailableError:
+        return UnavailableError(
+            f"{self.url} is no Penstock of this version: its answer to {asked} is another ({error})"
+        )
 
     def _exchange(
         self,
@@ -146,8 +196,8 @@ class LiveClient:
         path: str,
         body: object = None,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[int, dict[str, Any]]:
-        """Status and content of a response; no content if it is no JSON object."""
+    ) -> tuple[int, bytes]:
+        """Status and content of a response."""
         connection = (
             SocketConnection(self._path)
             if self._path
@@ -170,11 +220,16 @@ class LiveClient:
             connection.close()
         if status == 401:
             raise wrong_key(self.url)
-        try:
-            found = json_module.loads(content)
-        except ValueError:
-            found = None
-        return status, found if isinstance(found, dict) else {}
+        return status, content
+
+
+def _object_in(content: bytes) -> dict[str, Any]:
+    """A JSON object; empty if the content is none."""
+    try:
+        found = json_module.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def live_client(url: str, api_key_file: str | None) -> LiveClient:
