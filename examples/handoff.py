@@ -11,7 +11,7 @@ import penstock
 
 LAYERS, BLOCKS, BLOCK_TOKENS = 3, 16, 4
 PROMPT = list(range(100, 110))  # two full blocks and a half
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def open_pair(folder: str) -> penstock.HandoffPair:
