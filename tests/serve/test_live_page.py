@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from penstock.cache.explain import MissReason
 from penstock.observe.miss_reasons import MISS_ADVICE
+from penstock.serve import dashboard
 from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
 from penstock.serve.live_feed import VIEWERS_MAX, LiveFeed
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Running
 
 KEY = "a-key-of-the-tests"
+PAGES = Path(__file__).parents[1] / "observe" / "pages"
 PROMPT = "a prompt that is long enough for some blocks, and for some more of them " * 2
 
 
@@ -340,7 +342,48 @@ def test_the_router_says_how_its_servers_are() -> None:
         decode.stop()
 
 
+def test_the_router_says_where_prompt_tokens_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "SCRAPE_EVERY_S", 0.1)
+    prefill, decode = FakeVllm("prefill"), FakeVllm("decode")
+    try:
+        # What the prefill server counts is on the page of the decode server, too.
+        prefill.page = decode.page = (PAGES / "vllm.txt").read_bytes()
+        with running([prefill], [decode]) as router:
+
+            def live() -> Any:
+                return router.client.get("/live").json()
+
+            eventually(lambda: [each["name"] for each in live()["tiers"]], ["device", "host"])
+            prefill.page = decode.page = (PAGES / "vllm-later.txt").read_bytes()
+            eventually(lambda: sum(each["prompt_tokens"] for each in live()["sources"]), 5000)
+            assert sum(each["found"]["host"] for each in live()["sources"]) == 480
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
 # In a browser.
+
+
+@pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
+def test_the_page_of_a_router_renders_and_has_no_console_error(tmp_path: Path) -> None:
+    decode = FakeVllm("decode")
+    decode.page = (PAGES / "vllm.txt").read_bytes()
+    try:
+        with running([], [decode]) as router, browser.browsing(tmp_path) as page:
+            router.complete()
+            page.open(f"{router.address}/")
+            page.wait("document.querySelectorAll('#card-servers tbody tr').length === 1")
+            page.wait("document.querySelectorAll('#requests tr').length === 1")
+            page.wait("document.querySelectorAll('#card-tiers .tank').length === 2")
+            for width in (390, 1024, 1920):
+                page.show(width=width, scheme="dark" if width == 1024 else "light")
+                page.fits(width)
+            assert page.unreadable() == []
+            assert page.errors == []
+            assert all(each.startswith((router.address, "data:")) for each in page.requests)
+    finally:
+        decode.stop()
 
 
 @pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")

@@ -22,7 +22,7 @@ from penstock.serve.http import HttpServer
 from penstock.serve.live_feed import LiveFeed
 from penstock.serve.server_socket import address_of, listen
 from tests.serve import browser
-from tests.serve.conftest import SOON_S
+from tests.serve.conftest import SOON_S, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,7 @@ class Shown:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        feed = LiveFeed(self._gather, Guard(""), every_s=0.05)
+        self.feed = feed = LiveFeed(self._gather, Guard(""), every_s=0.05)
         app = Starlette(routes=feed.routes(), exception_handlers=errors.HANDLERS)
         self._http = HttpServer(
             app,
@@ -251,6 +251,18 @@ def test_every_text_can_be_read(shown: Shown, page: BrowserPage, scheme: str) ->
 
     page.wait(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
     assert page.unreadable() == []
+
+
+def test_a_page_that_nobody_sees_asks_for_nothing(shown: Shown, page: BrowserPage) -> None:
+    seen = "Object.defineProperty(document, 'hidden', {{ configurable: true, value: {} }})"
+    told = "document.dispatchEvent(new Event('visibilitychange'))"
+
+    page.run(f"{seen.format('true')}; {told}")
+
+    eventually(lambda: shown.feed._viewers, 0)
+    updates = page.run("document.documentElement.dataset.updates")
+    page.run(f"{seen.format('false')}; {told}")
+    page.wait(f"document.documentElement.dataset.updates > {updates}")
 
 
 def test_a_connection_that_nothing_comes_over_is_no_connection(

@@ -52,6 +52,11 @@ class Conversation(BaseHTTPRequestHandler):
                 self.answer(vllm.health, {})
         elif self.path == "/version":
             self.answer(200, vllm.version)
+        elif self.path == "/metrics" and vllm.page:
+            self.send_response(200)
+            self.send_header("content-length", str(len(vllm.page)))
+            self.end_headers()
+            self.wfile.write(vllm.page)
         else:
             self.answer(200, {"path": self.path, "key": self.headers.get("authorization")})
 
@@ -138,6 +143,8 @@ class FakeVllm(ThreadingHTTPServer):
     def __init__(self, name: str) -> None:
         self.name = name
         self.health = 200
+        self.page = b""
+        """What `/metrics` answers, if anything."""
         self.misses = 0
         """Checks of its health that it does not answer."""
         self.checks = 0

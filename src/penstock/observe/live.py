@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 # msgspec reads the annotations, so this import must be real.
-from penstock.observe.traffic import TrafficReport  # noqa: TC001
+from penstock.observe.traffic import SliceReport, TrafficReport  # noqa: TC001
 
 
 class LiveHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,14 @@ class RoutedServer(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in hand."""
 
 
+class WatchedTier(msgspec.Struct, kw_only=True):
+    """A tier in tokens, summed over the engines whose pages say how large it is."""
+
+    name: str
+    tokens: int = 0
+    used: int = 0
+
+
 class RouterLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="router"):
     """`penstock router`."""
 
@@ -66,6 +74,11 @@ class RouterLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """Answers that began, by the role that computed the prompt."""
     retries: int
     traffic: TrafficReport
+    sources: list[SliceReport]
+    """Where prompt tokens came from, as the `/metrics` of decode servers say while somebody
+    looks."""
+    tiers: list[WatchedTier]
+    """Of the decode servers, as their pages say."""
 
 
 class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +100,6 @@ class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):
     generated_per_s: float = 0.0
     """Tokens a second."""
     preemptions: int = 0
-
-
-class WatchedTier(msgspec.Struct, kw_only=True):
-    """A tier in tokens, summed over the engines whose pages say how large it is."""
-
-    name: str
-    tokens: int = 0
-    used: int = 0
 
 
 class MetricsLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="metrics"):

@@ -64,8 +64,9 @@ DRAIN_S = 5.0
 class _Watched:
     """One server: its last page, and what happened since the one before."""
 
-    def __init__(self, url: ServerUrl) -> None:
+    def __init__(self, url: ServerUrl, what: str) -> None:
         self.url = url
+        self._what = what
         self.cause = "has not been asked yet"
         self.page: EnginePage | None = None
         self.at = 0.0
@@ -84,13 +85,13 @@ class _Watched:
             self._fall(f"has no metrics that can be read: {error}")
         else:
             if self.cause:
-                logger.info("server up: url=%s", self.url)
+                logger.info("%s up: url=%s", self._what, self.url)
             self.cause = ""
             self._take(page, time.monotonic())
 
     def _fall(self, cause: str) -> None:
         if cause != self.cause:
-            logger.warning("server down: url=%s cause=%s", self.url, cause)
+            logger.warning("%s down: url=%s cause=%s", self._what, self.url, cause)
         self.cause, self.page = cause, None
 
     async def _text(self) -> str:
@@ -160,9 +161,17 @@ class _GrowingSlice:
 class MetricsWatch:
     """All servers, and their last ten minutes."""
 
-    def __init__(self, urls: Sequence[ServerUrl]) -> None:
-        self._watched = [_Watched(url) for url in urls]
+    def __init__(self, urls: Sequence[ServerUrl], *, what: str = "server") -> None:
+        """Makes it; it asks nobody yet.
+
+        Args:
+            urls: The servers.
+            what: What the log says is up or down: a router knows of its servers otherwise.
+        """
+        self._watched = [_Watched(url, what) for url in urls]
         self._slices: deque[_GrowingSlice] = deque(maxlen=SLICES_KEPT)
+        self._asked_at = -SCRAPE_EVERY_S
+        self._asking: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Asks all servers again and again."""
@@ -182,6 +191,12 @@ class MetricsWatch:
             if earlier is not None and each.page is not None and earlier.engine == each.page.engine:
                 self._slice_at(now).add(earlier, each.page)
 
+    def ask_soon(self, now: float) -> None:
+        """Asks all servers while others go on, unless that was done in the last seconds."""
+        if now - self._asked_at >= SCRAPE_EVERY_S and (self._asking is None or self._asking.done()):
+            self._asked_at = now
+            self._asking = asyncio.create_task(self.ask())
+
     async def gather(self) -> bytes:
         """The document of the page, as JSON."""
         now = time.monotonic()
@@ -197,12 +212,13 @@ class MetricsWatch:
                     why=[f"{each.url} {each.cause}" for each in down],
                 ),
                 servers=[each.report() for each in self._watched],
-                tiers=self._tiers(),
-                traffic=self._traffic(now),
+                tiers=self.tiers(),
+                traffic=self.traffic(now),
             )
         )
 
-    def _tiers(self) -> list[WatchedTier]:
+    def tiers(self) -> list[WatchedTier]:
+        """What is known of all servers' tiers together."""
         found: dict[str, WatchedTier] = {}
         for each in self._watched:
             for tier in each.page.tiers if each.page is not None else ():
@@ -211,7 +227,8 @@ class MetricsWatch:
                 sum_of.used += round(tier.used)
         return list(found.values())
 
-    def _traffic(self, now: float) -> TrafficReport:
+    def traffic(self, now: float) -> TrafficReport:
+        """What all servers did in the last ten minutes."""
         kept = [each for each in self._slices if each.report.at > now - SLICE_S * SLICES_KEPT]
         first = whole = TimeBuckets()
         for each in kept:

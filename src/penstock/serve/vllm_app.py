@@ -36,6 +36,7 @@ from penstock.observe.traffic import HANDED
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve import errors
 from penstock.serve.access_log import AccessLog, name_request, note_failure, note_tokens
+from penstock.serve.dashboard import MetricsWatch
 from penstock.serve.guard import Guard
 from penstock.serve.http import HttpServer, read_body, serve_until_stopped, while_connected
 from penstock.serve.live_feed import LiveFeed
@@ -87,6 +88,8 @@ class RouterApp:
         self._metrics = metrics
         self._guard = Guard(api_key)
         self.live = LiveFeed(self._gather, self._guard)
+        # A prompt that is handed over is on the pages of two servers; the one that answers counts.
+        self._pages = MetricsWatch([each.url for each in router.decode], what="metrics page")
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -148,6 +151,7 @@ class RouterApp:
     async def _gather(self) -> bytes:
         """The document of the live page."""
         now = time.monotonic()
+        self._pages.ask_soon(now)
         roles = {"prefill": self._router.prefill, "decode": self._router.decode}
         servers = [
             RoutedServer(
@@ -175,6 +179,8 @@ class RouterApp:
                 prompts=self._metrics.prompts_by_role,
                 retries=self._metrics.retry_count,
                 traffic=self._metrics.traffic.report(now),
+                sources=self._pages.traffic(now).slices,
+                tiers=self._pages.tiers(),
             )
         )
 
