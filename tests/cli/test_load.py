@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+FROM_A_TERMINAL = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from penstock.cli.entry import main; sys.exit(main(sys.argv[1:]))"
+)
+"""A shell has what it starts in the background ignore Ctrl-C, the tests as well."""
 SMALL = ("--model", "small", "--system-tokens", "3", "--turn-tokens", "4", "--gap-s", "0")
 
 
@@ -142,15 +147,15 @@ def test_a_run_that_is_interrupted_reports_what_was_measured_so_far(
     openai.always = answer_one
     report = tmp_path / "run.json"
     options = [*SMALL, "--concurrency", "1", "--json", str(report)]
-    command = [sys.executable, "-m", "penstock", "load", openai.url, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        eventually(lambda: len(openai.asked), 2)
-        process.send_signal(getattr(signal, asked))
-        out, err = process.communicate(timeout=SOON_S)
-    finally:
-        process.kill()
-        process.wait(SOON_S)
+    command = [sys.executable, "-c", FROM_A_TERMINAL, "load", openai.url, *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            eventually(lambda: len(openai.asked), 2)
+            process.send_signal(getattr(signal, asked))
+            out, err = process.communicate(timeout=SOON_S)
+        finally:
+            process.kill()
 
     assert (process.returncode, err) == (130, "")
     assert "the run was interrupted" in out
