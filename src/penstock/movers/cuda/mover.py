@@ -78,7 +78,7 @@ class CudaMover(QueuedMover):
         super().__init__(device, algorithm, steps)
         size = size or self._default_size()
         pitch = pitch_of(self._block_bytes, host_stride)
-        self._ring = StagingRing(device.layout, size, pitch=pitch)
+        self._ring = StagingRing(device.layout, size, pitch=pitch, queues=IDLE_QUEUES)
         self._packer = Packer(device.layout, device.addresses, self._ring)
         self._calls = calls(self._packer.kernels)
         self._link = CudaLink()

@@ -193,16 +193,17 @@ class StagingRing:
         size: How many of them at a time.
         pitch: Bytes from one packed block to the next. Where it is the distance of the host's
             slots too, blocks that follow each other on both sides go over the link in one run.
+        queues: How many times `queue_batches` manifests there are.
     """
 
-    def __init__(self, layout: Layout, size: StagingSize, *, pitch: int) -> None:
+    def __init__(self, layout: Layout, size: StagingSize, *, pitch: int, queues: int = 1) -> None:
         self.size = size
         self.pitch = pitch
         self.blocks = min(BLOCKS_MAX, max(1, size.batch_bytes // pitch))
         sizes = Sizes(self.blocks, pitch, len(layout.cells), len(layout.groups))
         berth_bytes, manifest_bytes = sizes.device_bytes, sizes.host_bytes
         manifests_start = size.batch_count * berth_bytes
-        manifests_bytes = IDLE_QUEUES * size.queue_batches * manifest_bytes
+        manifests_bytes = queues * size.queue_batches * manifest_bytes
         self.device_bytes = manifests_start + manifests_bytes
         self._device = take_device_memory(self.device_bytes)
         address = self._device.data_ptr()
