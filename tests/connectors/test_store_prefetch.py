@@ -27,6 +27,7 @@ from penstock.machine.statistics import HubCounts
 from penstock.runtime.stored_tiers import StoreStatus
 from tests.connectors.conftest import FakeEngine, FakeRequest
 from tests.runtime.stored_engine import SOON_S, process_of
+from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
     with closing(make_engine(disk=filled, counts=TransferCounts(clock=clock))) as engine:
         start(engine)
         store = process_of(filled)
-        os.kill(store, signal.SIGSTOP)
+        stop_process(store)
         try:
             deferred = engine.scheduler.find_tokens(again, 0)
             engine.step()

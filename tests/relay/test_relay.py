@@ -38,6 +38,7 @@ from tests.relay.relays import (
     settle,
     until,
 )
+from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,12 +86,12 @@ def test_a_writer_stopped_in_mid_transfer_writes_nothing_after_the_fence(
     link.post([Span(filled(1, 1), 0)], b"first")
     assert settle(link) == [WriteDone(0)]
     sender, receiver = pid_of(writer.relay), pid_of(target.relay)
-    os.kill(receiver, signal.SIGSTOP)  # What is written now waits in the kernel.
+    stop_process(receiver)  # What is written now waits in the kernel.
     link.post([Span(filled(SIZE, 7), 0)], b"second")
     while link.observe(budget_bytes=SIZE)[1]:
         pass
     until(lambda: received_bytes(receiver) > 100_000, 0, "nothing is under way")
-    os.kill(sender, signal.SIGSTOP)
+    stop_process(sender)
     os.kill(receiver, signal.SIGCONT)
     until(lambda: bool(area.memory[1000:].any()), target.descriptor, "nothing lands")
 
@@ -202,7 +203,7 @@ def test_a_relay_that_does_not_close_an_area_is_killed(
     monkeypatch.setattr(process, "CLOSE_S", 0.2)
     area = open_ready(target, 10_000)
     stopped = pid_of(target.relay)
-    os.kill(stopped, signal.SIGSTOP)
+    stop_process(stopped)
 
     target.retire(area)
     before = target.fence(area)

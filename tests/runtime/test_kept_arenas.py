@@ -23,6 +23,7 @@ from penstock.supervisor.client import Supervisor
 from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.testing.channel_suite import soon
 from penstock.transport.zeromq import Listener
+from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,7 +125,7 @@ def test_what_was_being_written_when_it_died_is_no_hit(stack: ExitStack) -> None
     whole, torn = keys_of(fleet.config, 8)[:2], keys_of(fleet.config, 8)[2:]
     fleet.owner.save(whole, [0, 1], cause="whole")
     fleet.settle()
-    os.kill(fleet.pids[0], signal.SIGSTOP)
+    stop_process(fleet.pids[0])
     fleet.owner.save(torn, [2, 3, 4, 5, 6, 7], cause="torn", parent=whole[-1])
     fleet.owner.step()  # The plan is on its way to a rank that will never take it.
     os.kill(fleet.pids[0], signal.SIGKILL)

@@ -22,6 +22,7 @@ from tests.runtime.stored_engine import (
     said,
     store_pid,
 )
+from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_a_store_process_that_is_stopped_hangs_nobody(
         for number in range(6):
             engine.save(prompt(number))
         pid = store_pid(engine)
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             for number in range(6, 10):
                 began = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stopped import stop_process
 from tests.store.redis_server import free_port
 
 
@@ -48,7 +49,7 @@ class MooncakeMaster:
         )
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def proceed(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -91,7 +92,7 @@ class MooncakeSegment:
             assert line, "the holder of a segment has ended"
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def proceed(self) -> None:
         self.process.send_signal(signal.SIGCONT)

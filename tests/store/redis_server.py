@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.stopped import stop_process
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -78,7 +80,7 @@ class RedisServer:
         pytest.fail(f"redis-server did not start:\n{b''.join(log).decode()}")
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        stop_process(self._process.pid)
 
     def proceed(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -28,6 +28,7 @@ from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.forked import Forked
+from tests.stopped import stop_process
 from tests.store.segments import BLOCK_BYTES, FORM, SPAN
 
 if TYPE_CHECKING:
@@ -93,7 +94,10 @@ class StoreProcess:
         return self.process.wait(PATIENCE_S)
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        if number is signal.SIGSTOP:
+            stop_process(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def is_dead(self) -> bool:
         assert self.process is not None

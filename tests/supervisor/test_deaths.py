@@ -17,6 +17,7 @@ from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 from tests.descriptors import open_descriptors
+from tests.stopped import stop_process
 from tests.supervisor.conftest import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def test_what_was_told_before_the_end_is_heard_before_it(lab: Lab, watch: Watch)
 
 
 def test_a_supervisor_that_hangs_costs_no_more_than_the_deadline(lab: Lab) -> None:
-    os.kill(lab.supervisor.pid, signal.SIGSTOP)
+    stop_process(lab.supervisor.pid)
     began = time.monotonic()
 
     with pytest.raises(UnavailableError, match="gave no answer to Fetch in time"):
@@ -166,7 +167,7 @@ def test_a_supervisor_that_hangs_costs_no_more_than_the_deadline(lab: Lab) -> No
 
 def test_a_late_answer_is_not_taken_for_another(lab: Lab) -> None:
     before = open_descriptors()
-    os.kill(lab.supervisor.pid, signal.SIGSTOP)
+    stop_process(lab.supervisor.pid)
     with pytest.raises(UnavailableError, match="gave no answer"):
         lab.supervisor.fetch("line", deadline=time.monotonic())
 
@@ -179,7 +180,7 @@ def test_a_late_answer_is_not_taken_for_another(lab: Lab) -> None:
 
 def test_a_supervisor_that_hangs_at_the_end_is_killed(lab: Lab, watch: Watch) -> None:
     others = [watch(lab.supervisor.pid), watch(lab.start("run"))]
-    os.kill(lab.supervisor.pid, signal.SIGSTOP)
+    stop_process(lab.supervisor.pid)
 
     lab.supervisor.close(deadline=time.monotonic() + 0.1)
 
