@@ -51,6 +51,7 @@ REDIS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://cac
 CLUSTER = CONFIG + (
     '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://a,b:7000"\ncluster = true\n'
 )
+NIXL = f'{CONFIG}[handoff]\ntransport = "nixl"\n'
 MOONCAKE = CONFIG + '[[tiers]]\nname = "shared"\nkind = "mooncake"\nmaster = "cache:50051"\n'
 OBJECTS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "s3://bucket/kv"\n'
 FOLDER = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "file:///mnt/kv"\n'
@@ -423,7 +424,9 @@ def test_ports_of_kv_events_are_looked_at_for_every_instance(machine: Machine) -
         (OBJECTS, {}, "obstore", "objects"),
         (FOLDER, {}, "", ""),
         (f'{DISK}key_file = "/key"\n', {}, "cryptography", "disk-encryption"),
-        (f'{CONFIG}[handoff]\ntransport = "nixl"\n', {}, "nixl", "nixl"),
+        (NIXL, {}, "nixl", "nixl"),
+        (NIXL, {"nixl-cu12": "1.5.1"}, "", ""),
+        (NIXL, {"nixl-cu13": "1.5.1"}, "", ""),
     ],
 )
 def test_what_a_configuration_asks_for_must_be_installed(
@@ -489,6 +492,7 @@ def test_tested_versions_are_those_that_the_tests_run_with() -> None:
         ({}, []),
         ({"torch": "2.13.0+cpu", "nixl": "1.5.1"}, ["ok", "ok"]),
         ({"torch": "2.6.0", "nixl": "1.7.0"}, ["warning", "warning"]),
+        ({"nixl-cu12": "1.5.1"}, ["ok"]),
         ({"vllm": "0.32.1", "torch": "2.6.0"}, ["ok"]),
         ({"vllm": "0.40.0"}, ["warning"]),
         ({"sglang": "0.5", "mooncake-transfer-engine": "0.3.13.post1"}, ["ok", "ok"]),

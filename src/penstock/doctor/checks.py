@@ -67,14 +67,18 @@ SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
 TESTED_PACKAGES = {
     "torch": (2, 13),
     "nixl": (1, 5),
+    "nixl-cu12": (1, 5),
     "mooncake-transfer-engine": (0, 3, 13),
     "mooncake-transfer-engine-non-cuda": (0, 3, 13),
 }
 """As in constraints.txt, which is not part of the package; a test compares them."""
 STORE_KINDS = tuple(CLIENT_SETTINGS)
 """Shared stores; each kind has an extra of the same name."""
-MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
-"""Either will do."""
+EQUIVALENTS = {
+    "mooncake": ("mooncake-transfer-engine-non-cuda",),
+    "nixl": ("nixl-cu12", "nixl-cu13"),
+}
+"""What will do as well as the packages of an extra."""
 PORTS_TRIED_MAX = 256
 
 
@@ -483,7 +487,7 @@ def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
         # The demo serves a model: its extra is the least that a server needs.
         names = facts.packages_of("demo" if extra == "engine,serve" else extra)
         missing = [name for name in names if facts.package(name) is None]
-        if extra == "mooncake" and any(facts.package(name) is not None for name in MOONCAKE):
+        if any(facts.package(name) is not None for name in EQUIVALENTS.get(extra, ())):
             continue
         if missing:
             yield _problem(
