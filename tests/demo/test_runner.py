@@ -226,7 +226,7 @@ def test_too_many_tokens_are_refused_before_anything_starts() -> None:
 
 
 def test_what_is_played_without_options_stays_within_the_tokens_it_may_generate() -> None:
-    assert Stage().planned_tokens == 2 * 6 * 3 * 28 <= GENERATED_MAX == 1500
+    assert Stage().planned_tokens == 2 * 6 * 3 * 16 <= GENERATED_MAX == 1500
 
 
 def test_more_tokens_than_planned_are_a_finding(shown: Shown) -> None:

@@ -48,7 +48,7 @@ class Stage:
     chats: int = 6
     turns: int = 3
     clients: int = 3
-    max_tokens: int = 28
+    max_tokens: int = 16
     prefill_tp: int = 2
     decode_tp: int = 1
     blocks: int = 70
