@@ -21,6 +21,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define SECRET_BYTES 192
@@ -214,6 +216,69 @@ __attribute__((target("avx512f"))) static void lanes_avx512(uint64_t *acc, rows_
     }
     _mm512_storeu_si512(acc, lane);
 }
+#elif defined(__aarch64__)
+#define ONCE(value) __asm__ volatile("" : "+w"(value))
+#define UNROLLED _Pragma("GCC unroll 4") /* Otherwise the lanes are kept in memory. */
+
+static inline uint64x2_t read_two64(const uint8_t *at)
+{
+    return vreinterpretq_u64_u8(vld1q_u8(at));
+}
+
+/* Four lanes and the words that are theirs: each other's words, and the products of the halves of
+   their own. The halves are parted for two vectors at once. */
+static inline void add_four(uint64x2_t *lane, uint64x2_t one, uint64x2_t other, const uint8_t *key)
+{
+    uint32x4_t mixed_one = vreinterpretq_u32_u64(veorq_u64(one, read_two64(key)));
+    uint32x4_t mixed_other = vreinterpretq_u32_u64(veorq_u64(other, read_two64(key + 16)));
+    uint32x4_t low = vuzp1q_u32(mixed_one, mixed_other);
+    uint32x4_t high = vuzp2q_u32(mixed_one, mixed_other);
+    lane[0] = vaddq_u64(lane[0], vextq_u64(one, one, 1));
+    lane[1] = vaddq_u64(lane[1], vextq_u64(other, other, 1));
+    lane[0] = vmlal_u32(lane[0], vget_low_u32(low), vget_low_u32(high));
+    lane[1] = vmlal_high_u32(lane[1], low, high);
+}
+
+static inline uint64x2_t scrambled(uint64x2_t lane, const uint8_t *key)
+{
+    uint64x2_t x = veorq_u64(lane, vshrq_n_u64(lane, 47));
+    x = veorq_u64(x, read_two64(key));
+    uint64x2_t high = vmull_n_u32(vshrn_n_u64(x, 32), P32_1);
+    return vmlal_n_u32(vshlq_n_u64(high, 32), vmovn_u64(x), P32_1);
+}
+
+/* Every processor of this kind has these instructions. */
+static void lanes_neon(uint64_t *acc, rows_t rows, int64_t stripes, const uint8_t *secret,
+                       const uint8_t *ahead, uint8_t *out)
+{
+    const uint8_t *in = rows.at;
+    int64_t left = rows.row_stripes;
+    uint64x2_t lane[4];
+    UNROLLED for (int i = 0; i < 4; i++)
+        lane[i] = vld1q_u64(acc + 2 * i);
+    for (int64_t n = 0; n < stripes; n++) {
+        const uint8_t *key = secret + n % STRIPES * 8;
+        uint64x2_t value[4];
+        __builtin_prefetch(ahead + n * STRIPE_BYTES);
+        UNROLLED for (int i = 0; i < 4; i++) {
+            value[i] = read_two64(in + 16 * i);
+            ONCE(value[i]);
+            vst1q_u8(out + n * STRIPE_BYTES + 16 * i, vreinterpretq_u8_u64(value[i]));
+        }
+        add_four(lane, value[0], value[1], key);
+        add_four(lane + 2, value[2], value[3], key + 32);
+        in += STRIPE_BYTES;
+        if (--left == 0) {
+            in += rows.gap;
+            left = rows.row_stripes;
+        }
+        if (n % STRIPES == STRIPES - 1)
+            UNROLLED for (int i = 0; i < 4; i++)
+                lane[i] = scrambled(lane[i], secret + SECRET_BYTES - STRIPE_BYTES + 16 * i);
+    }
+    UNROLLED for (int i = 0; i < 4; i++)
+        vst1q_u64(acc + 2 * i, lane[i]);
+}
 #endif
 
 static lanes_t find_lanes(void)
@@ -224,6 +289,8 @@ static lanes_t find_lanes(void)
         return lanes_avx512;
     if (__builtin_cpu_supports("avx2"))
         return lanes_avx2;
+#elif defined(__aarch64__)
+    return lanes_neon;
 #endif
     return lanes_plain;
 }
@@ -309,6 +376,17 @@ __attribute__((target("avx512f"))) static void copy_past(uint8_t *to, const uint
         _mm512_stream_si512((__m512i *)(to + at), _mm512_loadu_si512(from + at));
     memcpy(to + at, from + at, (size_t)(length - at));
 }
+#elif defined(__aarch64__)
+/* By lines: `memcpy` of a row of some hundred bytes takes half as long again. */
+static void copy_lines(uint8_t *to, const uint8_t *from, int64_t length)
+{
+    int64_t at = 0;
+    for (; at + 64 <= length; at += 64) {
+        uint8x16x4_t line = vld1q_u8_x4(from + at);
+        vst1q_u8_x4(to + at, line);
+    }
+    memcpy(to + at, from + at, (size_t)(length - at));
+}
 #endif
 
 /* Whether rows of different heads take turns in a slot. */
@@ -342,6 +420,8 @@ static copy_t copy_out_of_slots(void)
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f"))
         return copy_near;
+#elif defined(__aarch64__)
+    return copy_lines;
 #endif
     return copy_plain;
 }
@@ -356,6 +436,9 @@ static copy_t copy_into_slots(const strip_t *strip)
     int whole = !(bits & 63) || strip->row_bytes >= LONG_BYTES;
     if (whole && __builtin_cpu_supports("avx512f"))
         return copy_past;
+#elif defined(__aarch64__)
+    (void)strip;
+    return copy_lines;
 #endif
     (void)strip;
     return copy_plain;
@@ -542,6 +625,36 @@ __attribute__((target("avx512f"))) static void pair_avx512(uint64_t *one, uint64
     _mm512_storeu_si512(one, lane[0]);
     _mm512_storeu_si512(other, lane[1]);
 }
+#elif defined(__aarch64__)
+static void pair_neon(uint64_t *one, uint64_t *other, const uint8_t *in, int64_t stripes,
+                      const uint8_t *secret_one, const uint8_t *secret_other)
+{
+    uint64x2_t lane[8];
+    UNROLLED for (int i = 0; i < 4; i++) {
+        lane[i] = vld1q_u64(one + 2 * i);
+        lane[4 + i] = vld1q_u64(other + 2 * i);
+    }
+    for (int64_t n = 0; n < stripes; n++, in += STRIPE_BYTES) {
+        const uint8_t *key_one = secret_one + n % STRIPES * 8;
+        const uint8_t *key_other = secret_other + n % STRIPES * 8;
+        __builtin_prefetch(in + READ_AHEAD_BYTES);
+        UNROLLED for (int i = 0; i < 4; i += 2) {
+            uint64x2_t one_value = read_two64(in + 16 * i), other_value = read_two64(in + 16 * i + 16);
+            add_four(lane + i, one_value, other_value, key_one + 16 * i);
+            add_four(lane + 4 + i, one_value, other_value, key_other + 16 * i);
+        }
+        if (n % STRIPES == STRIPES - 1)
+            UNROLLED for (int i = 0; i < 4; i++) {
+                int last = SECRET_BYTES - STRIPE_BYTES + 16 * i;
+                lane[i] = scrambled(lane[i], secret_one + last);
+                lane[4 + i] = scrambled(lane[4 + i], secret_other + last);
+            }
+    }
+    UNROLLED for (int i = 0; i < 4; i++) {
+        vst1q_u64(one + 2 * i, lane[i]);
+        vst1q_u64(other + 2 * i, lane[4 + i]);
+    }
+}
 #endif
 
 static pair_t find_pair(void)
@@ -552,6 +665,8 @@ static pair_t find_pair(void)
         return pair_avx512;
     if (__builtin_cpu_supports("avx2"))
         return pair_avx2;
+#elif defined(__aarch64__)
+    return pair_neon;
 #endif
     return pair_plain;
 }
