@@ -136,7 +136,9 @@ def test_with_a_key_the_page_has_no_data_and_the_data_needs_the_key(locked: Runn
         assert 'data-key="needed"' in page.text
         assert "small-model" not in page.text
         for path in ("/live", "/live/events", f"/live?key={KEY}"):
-            assert stranger.get(path).status_code == 401
+            refused = stranger.get(path)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
     assert locked.client.get("/live").status_code == 200
     with events_of(locked.client) as events:
         assert next(events)["model"] == "small-model"

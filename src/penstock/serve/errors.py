@@ -67,7 +67,8 @@ async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
         return busy(str(wrong))
     kind = KINDS.get(wrong.status, "invalid_request_error")
     content = {"error": shape(str(wrong), kind, wrong.param)}
-    return JSONResponse(content, status_code=wrong.status)
+    headers = {"WWW-Authenticate": "Bearer"} if wrong.status == 401 else None
+    return JSONResponse(content, status_code=wrong.status, headers=headers)
 
 
 async def _lost(_http: HttpRequest, lost: InstanceLost) -> Response:
