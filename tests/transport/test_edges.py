@@ -244,19 +244,46 @@ def open_channels() -> Iterator[tuple[ZmqChannel, ZmqChannel]]:
         far.close()
 
 
+def send_when_there_is_room(channel: ZmqChannel, frame: bytes) -> None:
+    """What is readable first may be another event: the credit comes behind it."""
+    deadline = soon()
+    while time.monotonic() < deadline and wait_readable(channel.descriptor, deadline):
+        with suppress(BacklogError):
+            channel.send(frame)
+            return
+
+
 def test_a_full_channel_looks_for_credit_before_it_refuses_a_frame(
     channels: tuple[ZmqChannel, ZmqChannel],
 ) -> None:
     near, far = channels
-    count = send_until_full(near, b"x")
-    for _ in range(count):
+    for _ in range(send_until_full(near, b"x")):
         receive_frame(far)
-    deadline = soon()
-    # What is readable first may be a heartbeat: the credit comes behind it.
-    while time.monotonic() < deadline and wait_readable(near.descriptor, deadline):
-        with suppress(BacklogError):
-            near.send(b"there is room again")
-            break
+
+    send_when_there_is_room(near, b"there is room again")
+
+    assert receive_frame(far) == b"there is room again"
+
+
+def test_credit_that_comes_while_a_frame_is_refused_wakes_up_who_waits_for_it(
+    channels: tuple[ZmqChannel, ZmqChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = channels
+    look = near._pump
+    looks = iter([lambda: None])
+
+    def look_too_early_once() -> None:
+        next(looks, look)()
+
+    for _ in range(send_until_full(near, b"x")):
+        receive_frame(far)
+    assert wait_readable(near.descriptor, soon())
+    monkeypatch.setattr(near, "_pump", look_too_early_once)
+    with pytest.raises(BacklogError):
+        near.send(b"too early")
+
+    assert wait_readable(near.descriptor, time.monotonic())
+    send_when_there_is_room(near, b"there is room again")
 
     assert receive_frame(far) == b"there is room again"
 

@@ -90,12 +90,12 @@ class ZmqChannel:
 
     def send(self, frame: bytes) -> None:
         require_frame_fits(frame)
-        if not self._has_room(frame):
-            self._pump()
-        if self.is_open and self._has_room(frame) and self._post(Kind.FRAME, frame):
-            self._sent.add(frame)
+        if self._hand_over(frame):
             return
+        # Credit that was looked at wakes up nobody any more: it is used at once, or not looked at.
         self._pump()
+        if self._hand_over(frame):
+            return
         if not self.is_open:
             raise UnavailableError(f"channel {self.name!r} can take no frame: it {self._story()}")
         frames, frame_bytes = self._sent.minus(self._sent_taken)
@@ -360,6 +360,12 @@ class ZmqChannel:
             return
         if self._post(Kind.CREDIT, encode_credit(self._taken.frames, self._taken.frame_bytes)):
             self._credited = _Tally(self._taken.frames, self._taken.frame_bytes)
+
+    def _hand_over(self, frame: bytes) -> bool:
+        if self.is_open and self._has_room(frame) and self._post(Kind.FRAME, frame):
+            self._sent.add(frame)
+            return True
+        return False
 
     def _has_room(self, frame: bytes) -> bool:
         frames, frame_bytes = self._sent.minus(self._sent_taken)
