@@ -125,13 +125,14 @@ def html_of(played: Played) -> str:
     ]
     pill = '<span class="bad">Something is wrong</span>' if played.findings else ""
     headline = "; ".join(played.headline)
+    unbroken = escape(headline).replace(" %", "&nbsp;%")
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta http-equiv='Content-Security-Policy' "
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>Penstock demo: {escape(headline)}</title><style>{STYLE}</style></head><body><main>"
-        f"<p class='soft'>Penstock demo {pill}</p><h1>{escape(headline)}.</h1>"
+        f"<p class='soft'>Penstock demo {pill}</p><h1>{unbroken}.</h1>"
         f"<p class='soft'>{escape(_setting(played))}</p><pre>{escape(played.command)}</pre><br>"
         f"<div class='cards'>{''.join(cards)}</div></main></body></html>\n"
     )
