@@ -227,10 +227,7 @@ def test_the_page_of_two_runs_fits_every_screen_and_can_be_read(
 
     with browser.browsing(tmp_path / "profile") as page:
         page.open(file.as_uri())
-        for width, scheme in ((390, "dark"), (1024, "light"), (1920, "dark")):
-            page.show(width=width, scheme=scheme)
-            page.fits(width)
-            assert page.unreadable() == []
+        page.suits_every_screen()
         assert page.run("document.querySelectorAll('svg polyline').length") >= 4
         assert page.run("document.querySelectorAll('b').length") == 0
         assert page.requests == [file.as_uri()]

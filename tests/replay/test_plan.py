@@ -233,11 +233,7 @@ def test_the_page_fits_every_screen_and_can_be_read(trace: str, tmp_path: Path) 
 
     with browser.browsing(tmp_path / "profile") as page:
         page.open(file.as_uri())
-        for width, scheme in ((390, "dark"), (1024, "light"), (1920, "dark")):
-            page.show(width=width, scheme=scheme)
-            page.fits(width)
-            assert page.unreadable() == []
-            assert page.picture().startswith(b"\x89PNG")
+        page.suits_every_screen()
         assert page.requests == [file.as_uri()]
         assert page.errors == []
 

@@ -138,6 +138,14 @@ class BrowserPage:
         found: list[Any] = self.run(CONTRAST)
         return found
 
+    def suits_every_screen(self) -> None:
+        """Looks at it on a phone, a tablet and a wide screen: it fits, and can be read."""
+        for width, scheme in ((390, "dark"), (1024, "light"), (1920, "dark")):
+            self.show(width=width, scheme=scheme)
+            self.fits(width)
+            assert self.unreadable() == [], (width, scheme)
+            assert self.picture().startswith(b"\x89PNG")
+
     def press(self, key: str) -> None:
         """Presses and releases a key that has no character: `Tab`, `Enter`, `Escape`."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[key]

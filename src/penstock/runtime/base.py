@@ -190,7 +190,8 @@ class BaseCache:
 
         Args:
             budget_bytes: How much is copied in this process at most, but one block by each mover.
-            again: This is the same iteration, and only what was requested in it is to begin.
+            again: This is a second call in the same iteration. It begins the copies that were
+                requested since the first one, and does not count as a step of the engine.
 
         Raises:
             ValueError: the budget is not a number of bytes.

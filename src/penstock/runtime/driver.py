@@ -187,7 +187,7 @@ class Driver:
     ) -> list[ef.Effect]:
         """Lets local copies advance by at most `budget_bytes`, and takes what ranks report.
 
-        Steps of the engine are counted here, so what it calls `again` in one is not another.
+        Each call counts as a step of the engine, but for a second one in the same step (`again`).
         Returns the effects for the engine.
         """
         effects = [] if again else self.handle(Tick())
