@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +68,31 @@ def test_every_public_method_says_what_it_does(name: str) -> None:
     ]
 
     assert not silent
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_every_exported_name(name: str) -> None:
+    exported = getattr(penstock, name)
+
+    assert f"{exported.__name__}" in pydoc.render_doc(exported)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if inspect.isclass(getattr(penstock, name))]
+)
+def test_the_types_of_an_exported_class_can_be_looked_up(name: str) -> None:
+    """As tools do that show, read or write values. Of methods they cannot: some name torch's."""
+    exported = getattr(penstock, name)
+
+    hints = typing.get_type_hints(exported)
+
+    assert hints.keys() >= inspect.get_annotations(exported).keys()
+    if not issubclass(exported, Exception):  # Python has no signature of those without their own.
+        inspect.signature(exported)
+
+
+def test_what_only_the_cache_may_call_is_no_public_method() -> None:
+    assert not hasattr(penstock.Lease, "change")
 
 
 def test_everything_exported_says_where_it_comes_from() -> None:

@@ -20,6 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
+
+# Not for type checkers alone: tools look up the types of the exported classes.
+from penstock.handoff.driver.schedulers import (  # noqa: TC001
+    DecodeSchedulerDriver,
+    PrefillSchedulerDriver,
+)
 from penstock.handoff.driver.shared_listener import SharedListener
 from penstock.handoff.pair import HandoffPair, directory_of, rank_name
 from penstock.handoff.protocol.messages import INDEX_MAX
@@ -51,7 +57,6 @@ if TYPE_CHECKING:
     from penstock.extensions import DataTransport
     from penstock.handoff.driver.lines import ZmqLines
     from penstock.handoff.driver.party_driver import PartyDriver
-    from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
     from penstock.handoff.protocol.effects import HandoffEnded
     from penstock.runtime.device import Kv
     from penstock.tiers.base import SlotStore

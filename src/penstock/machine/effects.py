@@ -11,22 +11,18 @@ Every `Copy` is answered by exactly one `CopyReport` a rank, whatever happens to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from penstock.cache.explain import Miss
+from penstock.cache.operations import BlockFault, Outcome, Purpose
+from penstock.cache.states import LeaseState
 from penstock.errors import InvariantViolation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from penstock.cache.explain import Miss
-    from penstock.cache.operations import BlockFault, Outcome, Purpose
-    from penstock.cache.states import LeaseState
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):

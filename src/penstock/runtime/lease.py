@@ -50,7 +50,7 @@ def deliver_changes(leases: Leases, effects: list[ef.Effect]) -> None:
         if isinstance(effect, ef.LeaseChanged) and effect.lease in leases:
             lease = leases[effect.lease]()
             if lease is not None:
-                lease.change(effect)
+                lease._change(effect)  # noqa: SLF001 - a part of this module
 
 
 class Lease:
@@ -295,7 +295,7 @@ class Lease:
         self._table = table
         self.block_table = _copied(table)
 
-    def change(self, change: ef.LeaseChanged) -> None:
+    def _change(self, change: ef.LeaseChanged) -> None:
         """Takes the end of the copies it waited for; called by its cache."""
         self.state = change.state
         self._take_table(change.table)
