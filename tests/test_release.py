@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import penstock
+from penstock import errors
 from penstock.cli.entry import main
 from penstock.config import parse_config
 from penstock.doctor import checks
@@ -54,6 +55,9 @@ FOUND_BY_NAME = {
     "opentelemetry-exporter-otlp-proto-http",
 }
 """Packages that are imported by a name in a string, or lie within the name of another one."""
+
+SHIPPED = ("src", "docs", "examples", "deploy")
+"""Folders with texts that users read."""
 
 LIMIT_S = 600.0
 PROJECT_VERSION = penstock.__version__
@@ -120,6 +124,34 @@ def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) 
 
     assert PROJECT["version"] == penstock.__version__ == cited["version"]
     assert printed == f"penstock {PROJECT['version']}"
+
+
+def test_no_text_advises_to_install_penstock_from_an_index_before_there_is_a_release() -> None:
+    """A release changes `penstock.errors.INSTALL`, and this test with the pages."""
+    shipped = [
+        *ROOT.glob("*.md"),
+        *(path for folder in SHIPPED for path in (ROOT / folder).rglob("*.*")),
+    ]
+    texts = {
+        path: path.read_bytes().decode("utf-8", errors="replace")
+        for path in shipped
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    named = re.compile(r"""pip3? install (-\S+ )*["']?penstock\b(?![-_])""")
+
+    assert errors.install_hint("cli") == 'pip install ".[cli]" in a clone of the repository'
+    assert [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path, text in texts.items()
+        for found in named.finditer(text)
+    ] == []
+    # Messages take it from one place.
+    package = ROOT / "src" / "penstock"
+    assert [
+        str(path.relative_to(package))
+        for path, text in texts.items()
+        if path.suffix == ".py" and re.search(r"""pip install ["']?\.\[""", text)
+    ] == ["errors.py"]
 
 
 @pytest.mark.parametrize(("package", "tested"), checks.TESTED_PACKAGES.items())

@@ -119,6 +119,20 @@ class InvariantViolation(PenstockError):  # noqa: N818 - a defect of ours, not a
         self.node = node
 
 
+INSTALL = 'pip install ".[{extras}]" in a clone of the repository'
+"""Every message that asks for an extra has this: a release changes it here alone."""
+
+
+def install_hint(extras: str) -> str:
+    """How to install extras of Penstock, as messages say it."""
+    return INSTALL.format(extras=extras)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: 1 block, 2 blocks, 1,000 blocks."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 SHOWN_CHARACTERS = 120
 
 

@@ -22,7 +22,8 @@ def test_without_the_extra_the_command_says_what_to_install(
 
     assert status == 3
     assert capsys.readouterr().err == (
-        "penstock: the command line needs the 'cli' extra: pip install \"penstock[cli]\"\n"
+        "penstock: the command line needs the 'cli' extra: pip install \".[cli]\" "
+        "in a clone of the repository\n"
     )
 
 

@@ -21,6 +21,7 @@ from penstock.doctor.checks import (
     link_bytes_per_s,
 )
 from penstock.doctor.facts import DiskRate, DiskRoom, GpuRate, MachineFacts
+from penstock.errors import install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -440,7 +441,7 @@ def test_what_a_configuration_asks_for_must_be_installed(
     status, seen, remedy = only(findings)
     assert status == "problem"
     assert seen.startswith(f"{missing} not installed, and ")
-    assert remedy == f'pip install "penstock[{extra}]"'
+    assert remedy == install_hint(extra)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def test_engines_on_two_machines_without_nixl_are_refused_with_what_to_install(
 
     assert str(refused.value) == (
         "transport: is 'auto', and the engines are on different machines (10.0.0.1, 10.0.0.2), "
-        "which needs NIXL on each: pip install 'penstock[nixl]'"
+        "which needs NIXL on each: "
+        'pip install ".[nixl]" in a clone of the repository'
     )
 
 

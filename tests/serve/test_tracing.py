@@ -177,7 +177,8 @@ def test_without_the_package_one_line_says_what_to_install() -> None:
     )
 
     assert done.stdout.startswith(
-        "serve.tracing is true and OpenTelemetry is not installed: pip install 'penstock[otel]'"
+        "serve.tracing is true and OpenTelemetry is not installed: "
+        'pip install ".[otel]" in a clone of the repository'
     )
 
 

@@ -48,7 +48,7 @@ def test_without_the_package_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
 
-    with pytest.raises(UnavailableError, match=r'pip install "penstock\[mooncake\]"') as caught:
+    with pytest.raises(UnavailableError, match=r'pip install "\.\[mooncake\]"') as caught:
         MooncakeBlobs(MooncakeSettings(master="a:1"))
 
     assert "libibverbs1" in str(caught.value)

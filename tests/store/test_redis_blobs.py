@@ -277,7 +277,7 @@ def test_without_the_package_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
 
-    with pytest.raises(UnavailableError, match=r'pip install "penstock\[redis\]"') as caught:
+    with pytest.raises(UnavailableError, match=r'pip install "\.\[redis\]"') as caught:
         RedisBlobs(RedisSettings(url="redis://a"))
 
     assert "\n" not in str(caught.value)

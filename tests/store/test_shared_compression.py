@@ -230,7 +230,7 @@ def test_without_the_package_compressed_blocks_are_missed_and_the_tier_that_want
     assert faults_of(ended) == {0: BlockFault.MISSING, 1: BlockFault.MISSING}
     assert name_of(server, keys[0])
     options = {"url": f"file://{tmp_path}", "compression": "zstd", "ask_ms": 50, "timeout_s": 2}
-    with pytest.raises(UnavailableError, match=r"pip install 'penstock\[compression\]'"):
+    with pytest.raises(UnavailableError, match=r'pip install "\.\[compression\]"'):
         open_shared(StoreTierConfig(name="shared", kind="objects", options=options))
 
 
@@ -254,7 +254,7 @@ def test_compressed_blocks_that_cannot_be_read_are_read_once_and_missed_as_anoth
 
     assert found == [(1, True), (0, True), (1, True)]
     assert "read" not in server.calls
-    assert caplog.text.count("pip install 'penstock[compression]'") == 1
+    assert caplog.text.count('pip install ".[compression]"') == 1
     assert engine.load(keys[:1])[0].faults == ()
 
 

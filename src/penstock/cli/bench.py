@@ -27,7 +27,7 @@ from penstock.bench.store import ROUNDS as STORE_ROUNDS
 from penstock.bench.store import run_store
 from penstock.cli.conventions import CheckOption, ConfigOption, JsonOption, write_json
 from penstock.cli.store import stored_tiers_of
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, install_hint
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -77,7 +77,8 @@ def bench_transfer(
         from penstock.bench.transfer import run_transfer  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise UnavailableError(
-            f"bench transfer needs CUDA and the 'torch' extra: there is no module {error.name}"
+            "bench transfer needs CUDA, and there is no module "
+            f"{error.name}: {install_hint('torch')}"
         ) from error
     report = new_report("penstock")
     run_transfer(report, rounds=rounds)
@@ -115,7 +116,9 @@ def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnavailableError("bench handoff --device cuda needs the 'torch' extra") from error
+        raise UnavailableError(
+            f"bench handoff --device cuda needs torch: {install_hint('torch')}"
+        ) from error
     if not torch.cuda.is_available():
         raise UnavailableError("bench handoff --device cuda needs a CUDA device, torch sees none")
     from penstock.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
@@ -181,7 +184,9 @@ def _run_first_token(
             run_first_token,
         )
     except ImportError as error:
-        raise UnavailableError("bench disk --only first-token needs the 'torch' extra") from error
+        raise UnavailableError(
+            f"bench disk --only first-token needs torch: {install_hint('torch')}"
+        ) from error
     plan = FirstTokenPlan.small() if device is BenchDevice.CPU else FirstTokenPlan()
     run_first_token(report, plan, folder=folder, rounds=rounds)
 
@@ -232,7 +237,9 @@ def _run_engine(
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnavailableError("bench engine needs the 'torch' extra, and CUDA") from error
+        raise UnavailableError(
+            f"bench engine needs CUDA, and torch: {install_hint('torch')}"
+        ) from error
     if not torch.cuda.is_available():
         raise UnavailableError("bench engine needs a CUDA device, and torch sees none")
     from penstock.bench.engine import run_engine  # noqa: PLC0415 - needs an extra
@@ -271,7 +278,9 @@ def bench_traffic(
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnavailableError("bench traffic needs the 'torch' extra, and CUDA") from error
+        raise UnavailableError(
+            f"bench traffic needs CUDA, and torch: {install_hint('torch')}"
+        ) from error
     from penstock.bench.traffic import (  # noqa: PLC0415 - needs an extra
         VARIANTS,
         WORKLOADS,

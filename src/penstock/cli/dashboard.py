@@ -19,7 +19,7 @@ from penstock.cli.serve import (
 )
 from penstock.config.schema import LOG_LEVELS
 from penstock.config.values import ServeTable
-from penstock.errors import ConfigError, UnavailableError, shown
+from penstock.errors import ConfigError, UnavailableError, install_hint, shown
 from penstock.observe import logs
 
 PORT = 8090
@@ -56,7 +56,7 @@ def show_dashboard(
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UnavailableError(f'{missing[0]} is not installed: pip install "penstock[cli,serve]"')
+        raise UnavailableError(f"{missing[0]} is not installed: {install_hint('cli,serve')}")
     from penstock.serve.guard import find_key, require_usable_options  # noqa: PLC0415  (needs the extras)
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415

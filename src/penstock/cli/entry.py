@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from penstock import __version__
+from penstock.errors import install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
             print(f"penstock {__version__}")
             return 0
-        message = "the command line needs the 'cli' extra: pip install \"penstock[cli]\""
+        message = f"the command line needs the 'cli' extra: {install_hint('cli')}"
         print(f"penstock: {message}", file=sys.stderr)
         return CANNOT_RUN_HERE
     from penstock.cli.app import run  # noqa: PLC0415  (needs the extra that was just checked)

@@ -27,7 +27,7 @@ from penstock.cli.conventions import (
 )
 from penstock.cli.entry import INTERRUPTED
 from penstock.cli.serve import ApiKeyFileOption
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.loadtest.page import load_page
 from penstock.loadtest.report import LoadContext, describe_runs, load_report, read_report
 from penstock.loadtest.workloads import PROFILES, TraceSettings, from_trace, generate
@@ -280,7 +280,7 @@ def _target(
     ignore_eos: bool,
 ) -> LoadTarget:
     if find_spec("h11") is None:
-        raise UnavailableError('h11 is not installed: pip install "penstock[cli,serve]"')
+        raise UnavailableError(f"h11 is not installed: {install_hint('cli,serve')}")
     from penstock.loadtest.exchange import PATHS, LoadTarget  # noqa: PLC0415  (needs the extra)
     from penstock.serve.guard import find_client_key  # noqa: PLC0415
     from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415

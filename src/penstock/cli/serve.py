@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config.values import KEY_VARIABLE, SHARED_KINDS, UNIX, ServeTable
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, install_hint
 from penstock.observe import logs
 
 if TYPE_CHECKING:
@@ -221,9 +221,7 @@ def require_extras() -> None:
     """Raises `UnavailableError` if a package of the engine or the server is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UnavailableError(
-            f'{missing[0]} is not installed: pip install "penstock[cli,engine,serve]"'
-        )
+        raise UnavailableError(f"{missing[0]} is not installed: {install_hint('cli,engine,serve')}")
 
 
 def _serve(given: Config | None, options: ServeOptions) -> None:

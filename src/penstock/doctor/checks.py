@@ -33,6 +33,7 @@ from penstock.config.shared_stores import (
 )
 from penstock.config.values import UNIX, EngineTable, ServeTable, port_range, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
+from penstock.errors import install_hint
 from penstock.tiers.linux_memory import (
     Pages,
     gib,
@@ -332,7 +333,7 @@ def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
     rates = facts.gpu_rates()
     if isinstance(rates, str):
         yield _warning(
-            "pcie", f"not measured: {rates}", 'pip install "penstock[torch]" with CUDA, and retry'
+            "pcie", f"not measured: {rates}", f"{install_hint('torch')}, with CUDA, and retry"
         )
     measured = {} if isinstance(rates, str) else {rate.address: rate for rate in rates}
     for gpu in gpus:
@@ -493,7 +494,7 @@ def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
             yield _problem(
                 "packages",
                 f"{', '.join(missing)} not installed, and {why}",
-                f'pip install "penstock[{extra}]"',
+                install_hint(extra),
             )
 
 

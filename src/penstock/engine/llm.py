@@ -26,7 +26,13 @@ from penstock.config import Config
 from penstock.config.values import EngineTable
 from penstock.engine.requests import TOKENS_MAX, Reason, Request
 from penstock.engine.sampling_options import TOP_K_MAX, Sampling
-from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError
+from penstock.errors import (
+    CapacityError,
+    ConfigError,
+    NeverFitsError,
+    UnavailableError,
+    install_hint,
+)
 from penstock.vocabulary.arguments import as_flag, as_float, as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
@@ -471,7 +477,7 @@ class _Answer:
 def _require_packages() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UnavailableError(f'{missing[0]} is not installed: pip install "penstock[engine]"')
+        raise UnavailableError(f"{missing[0]} is not installed: {install_hint('engine')}")
 
 
 def _require_one_rank(config: Config, table: EngineTable) -> None:

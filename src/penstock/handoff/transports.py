@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.values import AUTO, NIXL, SHARED_MEMORY
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_hint
 from penstock.extensions import OTHER_TRANSPORTS, DataTransport
 from penstock.relay.agents import is_installed
 from penstock.relay.target import NixlTarget
@@ -85,7 +85,7 @@ def choose_transport(name: str, addresses: Sequence[str], *, place: str = "trans
         raise ConfigError(
             place,
             f"is {AUTO!r}, and the engines are on different machines ({', '.join(hosts)}), which "
-            "needs NIXL on each: pip install 'penstock[nixl]'",
+            f"needs NIXL on each: {install_hint('nixl')}",
         )
     return NIXL
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Nixl:
     def __init__(self) -> None:
         found = [name for name in PACKAGES if find_spec(name) is not None]
         if not found:
-            raise AgentError("there is no package nixl: pip install 'penstock[nixl]'")
+            raise AgentError(f"there is no package nixl: {install_hint('nixl')}")
         try:
             self.api: Any = import_module(f"{found[0]}._api")
         except (ImportError, OSError) as error:

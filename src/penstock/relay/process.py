@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.relay.agents import ENVIRONMENT, is_installed
 from penstock.relay.messages import CLOSED, FRAME_BYTES_MAX, NEW_SESSION
 from penstock.supervisor.embedded import EmbeddedProcess
@@ -58,7 +58,7 @@ def require_nixl(place: str = "transport") -> None:
     """
     if not is_installed():
         raise ConfigError(
-            place, "is 'nixl', which needs NIXL on this machine: pip install 'penstock[nixl]'"
+            place, f"is 'nixl', which needs NIXL on this machine: {install_hint('nixl')}"
         )
 
 

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +69,7 @@ class Tracing:
         except ImportError as error:
             raise UnavailableError(
                 "serve.tracing is true and OpenTelemetry is not installed: "
-                f"pip install 'penstock[otel]' ({error})"
+                f"{install_hint('otel')} ({error})"
             ) from error
         # `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` have precedence.
         resource = Resource.create()

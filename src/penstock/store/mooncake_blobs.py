@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from penstock.config.shared_stores import MASTER
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, install_hint
 from penstock.store.blobs import (
     BlobOutcome,
     BlobRange,
@@ -100,7 +100,7 @@ class MooncakeBlobs:
             from mooncake import store  # noqa: PLC0415 - Only who has such a tier needs it.
         except ImportError as problem:
             raise UnavailableError(
-                'Mooncake Store needs its package: pip install "penstock[mooncake]" (without CUDA: '
+                f"Mooncake Store needs its package: {install_hint('mooncake')} (without CUDA: "
                 f"mooncake-transfer-engine-non-cuda), and the system's libibverbs1: {problem}"
             ) from None
         self._package: Any = store

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.shared_stores import Node
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.store.blobs import BlobStoreError
 from penstock.store.redis_wire import RedisWire
 
@@ -38,7 +38,7 @@ class RedisConnections:
             import redis  # noqa: PLC0415 - Only who has such a tier needs the package.
         except ImportError as problem:
             raise UnavailableError(
-                f'Redis needs the package redis: pip install "penstock[redis]" ({problem})'
+                f"Redis needs the package redis: {install_hint('redis')} ({problem})"
             ) from None
         self._redis: ModuleType = redis
         self._settings = settings

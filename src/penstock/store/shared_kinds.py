@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.shared_stores import mooncake_settings, object_settings, redis_settings
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, install_hint
 from penstock.store.shared import SharedTier
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_client(kind: str, options: Options) -> BlobStore:
     except ImportError as error:
         raise UnavailableError(
             f"kind {kind!r} needs a package that is not installed ({error.name}): "
-            f"pip install 'penstock[{kind}]'"
+            f"{install_hint(kind)}"
         ) from error
 
 
@@ -94,6 +94,6 @@ def compresses(options: Options) -> bool:
     except ImportError as error:
         raise UnavailableError(
             f"compression {name!r} needs a package that is not installed ({error.name}): "
-            "pip install 'penstock[compression]'"
+            f"{install_hint('compression')}"
         ) from error
     return True

@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
+from penstock.errors import install_hint
 from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead
 from penstock.store.shared_value import CODEC_PLAIN, CODEC_PLANES, read_fronts, value_name
 
@@ -145,7 +146,7 @@ def _warn(codec: int) -> None:
         if codec in _warned:
             return
         _warned.add(codec)
-    help_text = ": pip install 'penstock[compression]'" if codec == CODEC_PLANES else ""
+    help_text = f": {install_hint('compression')}" if codec == CODEC_PLANES else ""
     logger.warning(
         "shared tier: values that another engine compressed (codec %d) cannot be read here and are "
         "missed%s",
