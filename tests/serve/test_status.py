@@ -53,7 +53,6 @@ def router(decode: FakeVllm) -> Iterator[RunningRouter]:
     "url",
     [
         "",
-        "127.0.0.1:8000",
         "http://",
         "http://[::1",
         "http://127.0.0.1:99999",
@@ -63,6 +62,11 @@ def router(decode: FakeVllm) -> Iterator[RunningRouter]:
         "http://name:password@127.0.0.1:8000",
         "http://a\nb:1",
         f"http://{'x' * 300}:1",
+        "a\nb:1",
+        "::1",
+        "127.0.0.1:99999",
+        "127.0.0.1:8000/v2",
+        "name:password@127.0.0.1:8000",
     ],
 )
 def test_an_address_that_is_none_is_refused_by_name(
@@ -74,7 +78,8 @@ def test_an_address_that_is_none_is_refused_by_name(
     assert status == 2
     assert said.startswith("penstock: URL: is ")
     assert said.endswith(
-        ", must be the address of a server: http://HOST:PORT, or the absolute path of its socket\n"
+        ", must be the address of a server: HOST:PORT, http://HOST:PORT, or the absolute path of "
+        "its socket\n"
     )
     assert said.count("\n") == 1
 
@@ -96,6 +101,34 @@ def test_the_address_that_clients_of_openai_take_will_do(
 ) -> None:
     assert run(["status", router.address + end]) == 0
     assert capsys.readouterr().out.startswith(f"{router.address}: ok ")
+
+
+def test_an_address_without_a_scheme_will_do(
+    router: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = router.address.rpartition(":")[2]
+
+    for typed in (f"127.0.0.1:{port}", f"localhost:{port}/v1", f":{port}", port):
+        assert run(["status", typed]) == 0
+        assert f":{port}: ok (" in capsys.readouterr().out
+        assert run(["top", typed, "--once"]) == 0
+        assert f":{port}  overview" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["top", "--once"], ["load", "--requests", "1"], ["status", "localhost"]],
+    ids=" ".join,
+)
+def test_without_an_address_or_a_port_the_default_port_is_asked(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever is there, or nobody: the message or the answer says where."""
+    run(command)
+
+    said = capsys.readouterr()
+    host = "localhost" if "localhost" in command else "127.0.0.1"
+    assert f"{host}:8000" in said.out + said.err
 
 
 def test_the_status_of_a_server_says_how_it_is(
@@ -173,7 +206,7 @@ def test_what_is_wrong_is_said_in_one_line(
         3,
         f"penstock: nobody answers at http://127.0.0.1:{port}: Connection refused\n",
     )
-    assert ended("localhost:8000")[0] == ended("http://127.0.0.1:99999")[0] == 2
+    assert ended("localhost:x")[0] == ended("http://127.0.0.1:99999")[0] == 2
     status, error = ended(decode.url)
     assert status == 3
     assert "is no penstock serve or penstock router" in error

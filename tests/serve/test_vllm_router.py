@@ -623,9 +623,8 @@ def test_a_busy_server_gets_no_further_prompt(vllm: Callable[[str], FakeVllm]) -
     [
         ([], "--vllm-decode: is not given, must be the URL of a vLLM server"),
         (
-            ["--vllm-decode", "localhost:8000"],
-            "--vllm-decode: is 'localhost:8000', must be a URL such as http://HOST:PORT, "
-            "without /v1",
+            ["--vllm-decode", "localhost:x"],
+            "--vllm-decode: is 'localhost:x', must be a URL such as http://HOST:PORT, without /v1",
         ),
         (
             ["--vllm-decode", "http://h:99999"],

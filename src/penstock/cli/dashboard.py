@@ -15,6 +15,7 @@ from penstock.cli.serve import (
     HostOption,
     LogJsonOption,
     LogLevelOption,
+    server_url,
     warn_of_openness,
 )
 from penstock.config.schema import LOG_LEVELS
@@ -93,4 +94,4 @@ def show_dashboard(
 
 def _server(url: str) -> str:
     """The address of a server whose metrics are named, too."""
-    return url.removesuffix("/").removesuffix("/metrics")
+    return server_url(url).removesuffix("/").removesuffix("/metrics")

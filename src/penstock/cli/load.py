@@ -26,7 +26,7 @@ from penstock.cli.conventions import (
     write_text,
 )
 from penstock.cli.entry import INTERRUPTED
-from penstock.cli.serve import ApiKeyFileOption
+from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
 from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.loadtest.page import load_page
 from penstock.loadtest.report import LoadContext, describe_runs, load_report, read_report
@@ -56,7 +56,7 @@ def _count(text: str, *, least: int = 1, most: int = TOKENS_MAX) -> OptionInfo:
     return option
 
 
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the server, or HOST:PORT.")]
 WorkloadOption = Annotated[
     str, typer.Option(metavar="NAME", help=f"What to ask: {', '.join(PROFILES)}.")
 ]
@@ -110,7 +110,7 @@ HtmlOption = Annotated[
 
 
 def load(  # noqa: PLR0913 - each is an option
-    url: UrlArgument,
+    url: UrlArgument = DEFAULT_SERVER,
     *,
     workload: WorkloadOption = "conversations",
     trace: TraceFileOption = None,
@@ -290,7 +290,7 @@ def _target(
             f"is {api!r}, must be one of {', '.join(PATHS)}", param_hint="--api"
         )
     target = LoadTarget(
-        url=ServerUrl.read("URL", url.rstrip("/").removesuffix("/v1")),
+        url=ServerUrl.read("URL", server_url(url).rstrip("/").removesuffix("/v1")),
         model=model or "",
         api=api,
         api_key=find_client_key(key_file),

@@ -17,6 +17,7 @@ from penstock.cli.serve import (
     LogLevelOption,
     PortOption,
     api_at,
+    server_url,
     warn_of_openness,
 )
 from penstock.config.schema import LOG_LEVELS
@@ -74,7 +75,10 @@ def route(
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import read_urls  # noqa: PLC0415
 
-    prefill, decode = read_urls(vllm_prefill or (), vllm_decode or ())
+    prefill, decode = read_urls(
+        [server_url(each) for each in vllm_prefill or ()],
+        [server_url(each) for each in vllm_decode or ()],
+    )
     require_usable_options(api_key, api_key_file)
     given = {
         "host": host,

@@ -7,13 +7,14 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, TypeAlias
+from urllib.parse import urlsplit
 
 import rich.progress
 import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
-from penstock.config.values import KEY_VARIABLE, SHARED_KINDS, UNIX, ServeTable
+from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import UnavailableError, install_hint
 from penstock.observe import logs
 
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 ABOUT_THE_FILE = {"config", "print_config"}
 """Options that are not settings; every other one is a field of `ServeOptions`."""
+DEFAULT_PORT = ServeTable().port
+DEFAULT_SERVER = f"http://{LOOPBACK}:{DEFAULT_PORT}"
+"""Where `penstock serve` is unless it is told otherwise, and so whom other commands ask."""
 NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
@@ -265,6 +269,26 @@ def warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> N
             serve.host,
             KEY_VARIABLE,
         )
+
+
+def server_url(given: str) -> str:
+    """The URL of a server from what people type: HOST:PORT, HOST or PORT will do.
+
+    What is a URL or the path of a socket stays as it is, and so does what is no address at all: it
+    is refused where it is used.
+    """
+    if "://" in given or given.startswith(("/", UNIX)) or not given or not given.isprintable():
+        return given
+    host = f"{LOOPBACK}:{given}" if given.isdecimal() else given
+    host = f"{LOOPBACK}{host}" if host.startswith(":") else host
+    try:
+        parts = urlsplit(f"http://{host}")
+        port = parts.port
+    except ValueError:
+        return given
+    if port is None and parts.netloc:
+        parts = parts._replace(netloc=f"{parts.netloc}:{DEFAULT_PORT}")
+    return parts.geturl()
 
 
 def api_at(address: str) -> str:

@@ -1,4 +1,4 @@
-"""`penstock status URL`: how a running `penstock serve` or `penstock router` is, in a few lines.
+"""`penstock status [URL]`: how a running `penstock serve` or `penstock router` is, in a few lines.
 
 `LiveClient` asks a server for the document that its live page shows; `penstock top` uses it, too.
 """
@@ -18,7 +18,7 @@ import typer
 
 from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
-from penstock.cli.serve import ApiKeyFileOption
+from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
 from penstock.config.values import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, shown
 from penstock.observe.live import RouterLive, ServerLive
@@ -38,7 +38,7 @@ LiveUrlArgument = Annotated[
     str,
     typer.Argument(
         metavar="URL|SOCKET",
-        help="A running server, such as http://127.0.0.1:8000, or the path of its socket.",
+        help="A running server: its URL, HOST:PORT, or the path of its socket.",
     ),
 ]
 
@@ -123,8 +123,8 @@ class LiveClient:
         if parts.scheme not in {"http", "https"} or not host or beside or not url.isprintable():
             raise ConfigError(
                 "URL",
-                f"is {shown(url)}, must be the address of a server: http://HOST:PORT, or the "
-                "absolute path of its socket",
+                f"is {shown(url)}, must be the address of a server: HOST:PORT, http://HOST:PORT, "
+                "or the absolute path of its socket",
             )
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._host = host
@@ -234,11 +234,14 @@ def _object_in(content: bytes) -> dict[str, Any]:
 
 def live_client(url: str, api_key_file: str | None) -> LiveClient:
     """A client with the key of a file or of the environment."""
-    return LiveClient(url, find_client_key(api_key_file))
+    return LiveClient(server_url(url), find_client_key(api_key_file))
 
 
 def show_status(
-    url: LiveUrlArgument, *, api_key_file: ApiKeyFileOption = None, json: JsonOption = None
+    url: LiveUrlArgument = DEFAULT_SERVER,
+    *,
+    api_key_file: ApiKeyFileOption = None,
+    json: JsonOption = None,
 ) -> None:
     """Say how a running server is: its health, requests, tiers and misses.
 

@@ -1,4 +1,4 @@
-"""`penstock top URL`: a running server in a terminal, live.
+"""`penstock top [URL]`: a running server in a terminal, live.
 
 | key         | does                                             |
 |-------------|--------------------------------------------------|
@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.conventions import JsonOption, write_json
-from penstock.cli.serve import ApiKeyFileOption
+from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption
 from penstock.cli.status import LiveUrlArgument, describe_live, live_client, seconds_text
 from penstock.errors import UnavailableError
 
@@ -71,7 +71,7 @@ class TopView:
 
 
 def show_top(
-    url: LiveUrlArgument,
+    url: LiveUrlArgument = DEFAULT_SERVER,
     *,
     api_key_file: ApiKeyFileOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print all views once, and end.")] = False,
