@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -216,13 +217,14 @@ def test_the_first_model_of_a_server_is_asked_for_with_the_key(
 
     monkeypatch.setattr(openai.RequestHandlerClass, "do_GET", models)
 
-    assert asyncio.run(target_at(openai.url, api_key="secret").first_model()) == "one"
+    unnamed = replace(target_at(openai.url, api_key="secret"), model="")
+    assert asyncio.run(unnamed.served_model()).id == "one"
     assert told == ["Bearer secret"]
 
 
 def test_a_server_that_names_no_model_is_refused_with_what_to_do(target: LoadTarget) -> None:
     with pytest.raises(UnavailableError, match="names no model: give the name with --model"):
-        asyncio.run(target.first_model())
+        asyncio.run(replace(target, model="").served_model())
 
 
 def test_usage_of_the_last_event_counts(openai: FakeVllm, target: LoadTarget) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from penstock.cli.app import run
 from penstock.observe.traffic import PHASES
 from tests.serve.conftest import eventually
 
@@ -191,6 +193,28 @@ def test_tokens_are_returned_by_number_too(server: Running) -> None:
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["small-model"]
     assert client.models.retrieve("small-model").owned_by == "penstock"
+
+
+def test_the_listed_model_has_the_longest_context(server: Running) -> None:
+    listed = server.client.get("/v1/models").json()["data"][0]["max_model_len"]
+
+    def asked(prompt_tokens: int) -> int:
+        body = {"prompt": [5] * prompt_tokens, "max_tokens": 1}
+        return server.client.post("/v1/completions", json=body).status_code
+
+    assert (asked(listed - 1), asked(listed)) == (200, 400)
+
+
+def test_a_load_test_respects_the_context_of_a_running_server(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--system-tokens", "8", "--turn-tokens", "6", "--output-tokens", "10", "--gap-s", "0")
+
+    status = run(["load", server.address, *shape, "--turns", "40", "--requests", "12"])
+
+    told = capsys.readouterr()
+    assert status == 0, told
+    assert re.fullmatch(r"penstock: sessions have \d+ turns? instead of 40: .*\n", told.err)
 
 
 def test_a_client_that_goes_away_takes_its_request_along(server: Running) -> None:

@@ -27,20 +27,21 @@ from penstock.cli.conventions import (
 )
 from penstock.cli.entry import INTERRUPTED
 from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
-from penstock.errors import ConfigError, UnavailableError, install_hint
+from penstock.errors import ConfigError, UnavailableError, counted, install_hint
+from penstock.loadtest.context import CutSessions, TokenCounts, count_tokens, fit_profile, fits
 from penstock.loadtest.page import load_page
 from penstock.loadtest.report import LoadContext, describe_runs, load_report, read_report
 from penstock.loadtest.workloads import PROFILES, TraceSettings, from_trace, generate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typer.models import OptionInfo
 
     from penstock.loadtest.exchange import LoadTarget
     from penstock.loadtest.report import LoadReport
     from penstock.loadtest.runner import LoadRun
-    from penstock.loadtest.workloads import ScriptSession
+    from penstock.loadtest.workloads import Profile, ScriptSession
 
 REQUESTS = 100
 CONCURRENCY = 8
@@ -155,6 +156,7 @@ def load(  # noqa: PLR0913 - each is an option
     else:
         plan = _workload_plan(workload, arrivals, shape, seed or 0, prompt_max)
     target = _target(url, api, api_key_file, timeout, model, ignore_eos=ignore_eos)
+    target, plan = _fitted(target, plan)
     asked = {"own_answers": own_answers, "ignore_eos": ignore_eos, "api": api}
     asked |= {"seconds": seconds, "timeout": timeout}
     context = LoadContext(
@@ -211,10 +213,20 @@ class _Arrivals:
 class _Plan:
     """What to ask, and when."""
 
-    sessions: Iterator[ScriptSession]
+    sessions: Iterable[ScriptSession]
     requests: int
     concurrency: int | None
     settings: dict[str, Any]
+    profile: Profile | None = None
+    """The shape of sessions, unless they come from a trace."""
+
+    def reshaped(self, profile: Profile) -> _Plan:
+        """As many requests, in sessions of another shape."""
+        settings = self.settings | asdict(profile)
+        sessions = generate(
+            profile, seed=settings["seed"], requests=self.requests, rate=settings["rate"]
+        )
+        return replace(self, sessions=sessions, profile=profile, settings=settings)
 
 
 def _shape(
@@ -262,12 +274,13 @@ def _workload_plan(
     if arrivals.rate is None and arrivals.concurrency is None:
         arrivals = replace(arrivals, concurrency=CONCURRENCY)
     profile = replace(PROFILES[workload], **shape)
-    return _Plan(
-        sessions=generate(profile, seed=seed, requests=arrivals.requests, rate=arrivals.rate),
+    plan = _Plan(
+        sessions=(),
         requests=arrivals.requests,
         concurrency=arrivals.concurrency,
-        settings={"workload": workload, "seed": seed} | asdict(arrivals) | asdict(profile),
+        settings={"workload": workload, "seed": seed} | asdict(arrivals),
     )
+    return plan.reshaped(profile)
 
 
 def _target(
@@ -289,7 +302,7 @@ def _target(
         raise typer.BadParameter(
             f"is {api!r}, must be one of {', '.join(PATHS)}", param_hint="--api"
         )
-    target = LoadTarget(
+    return LoadTarget(
         url=ServerUrl.read("URL", server_url(url).rstrip("/").removesuffix("/v1")),
         model=model or "",
         api=api,
@@ -297,7 +310,26 @@ def _target(
         timeout_s=timeout_s,
         ignore_eos=ignore_eos,
     )
-    return target if model else replace(target, model=asyncio.run(target.first_model()))
+
+
+def _fitted(target: LoadTarget, plan: _Plan) -> tuple[LoadTarget, _Plan]:
+    """Names the model, and cuts what is asked to its context; says so if that takes turns away."""
+    model = asyncio.run(target.served_model())
+    target, context, profile = replace(target, model=model.id), model.context, plan.profile
+    if context is None or (profile is not None and fits(profile, TokenCounts.worst(), context)):
+        return target, plan
+    counts = asyncio.run(count_tokens(target))
+    if profile is None:
+        cut = CutSessions(plan.sessions, counts, context)
+        return target, replace(plan, sessions=cut, settings=plan.settings | {"context": context})
+    fitted = fit_profile(profile, counts, context)
+    if fitted != profile:
+        print(
+            f"penstock: sessions have {counted(fitted.turns, 'turn')} instead of {profile.turns}: "
+            f"{model.id} takes {context:,} tokens",
+            file=sys.stderr,
+        )
+    return target, plan.reshaped(fitted)
 
 
 def _measure(
@@ -320,10 +352,16 @@ def _measure(
         )
         interrupted = False
         try:
-            asyncio.run(_run_until_asked_to_end(run, plan.sessions))
+            asyncio.run(_run_until_asked_to_end(run, iter(plan.sessions)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             # What was measured so far is worth more than a traceback.
             interrupted = True
+    if isinstance(plan.sessions, CutSessions) and plan.sessions.cut:
+        print(
+            f"penstock: {counted(plan.sessions.cut, 'request')} of the trace had to be cut: "
+            f"{target.model} takes {plan.settings['context']:,} tokens",
+            file=sys.stderr,
+        )
     return load_report(run.asked, context, began_s=run.began_s, interrupted=interrupted)
 
 

@@ -91,12 +91,21 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Model(msgspec.Struct):
+class ServedModel(msgspec.Struct):
+    """A model of a server."""
+
     id: str
+    max_model_len: Any = None
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of prompt and answer together; `None` if the server does not say."""
+        said = self.max_model_len
+        return said if isinstance(said, int) and 0 < said <= TOKENS_MAX else None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[ServedModel]
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
@@ -212,13 +221,24 @@ class LoadTarget:
             headers.append((b"authorization", f"Bearer {self.api_key}".encode()))
         return headers
 
-    async def first_model(self) -> str:
-        """The first model that the server has.
+    async def served_model(self) -> ServedModel:
+        """What the server says about the model that is asked, or about its first one.
+
+        Of a model that was named, nothing need be known: the run shows whether there is one.
 
         Raises:
             UnavailableError: it cannot be reached, or does not name its models.
             ConfigError: it has a key, and this is another one.
         """
+        if not self.model:
+            return (await self._models())[0]
+        try:
+            listed = await self._models()
+        except UnavailableError:
+            listed = []
+        return next((each for each in listed if each.id == self.model), ServedModel(id=self.model))
+
+    async def _models(self) -> list[ServedModel]:
         what = f"GET {self.url}/v1/models"
         exchange = self._exchange()
         try:
@@ -239,9 +259,12 @@ class LoadTarget:
         finally:
             exchange.close()
         try:
-            return msgspec.json.decode(body, type=_Models).data[0].id
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as error:
+            found = msgspec.json.decode(body, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UnavailableError(f"{what} names no model: give the name with --model") from error
+        if not found:
+            raise UnavailableError(f"{what} names no model: give the name with --model")
+        return found
 
 
 def _is_garbage(failure: VllmFailure) -> bool:

@@ -167,7 +167,11 @@ class Server:
     async def models(self, http: HttpRequest) -> Response:
         """`GET /v1/models`."""
         self._guard.require_key(http)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        model: dict[str, object] = {"id": self._model, "object": "model", "created": 0}
+        model["owned_by"] = "penstock"
+        if self._router.answering:
+            # As vLLM and SGLang call the longest context; clients cut prompts to it.
+            model["max_model_len"] = self._asking.context
         name = http.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})

@@ -161,6 +161,11 @@ class TextEndpoint:
         return None
 
     @property
+    def context(self) -> int:
+        """The most tokens of prompt and answer together; there must be an instance that answers."""
+        return self._facts.positions
+
+    @property
     def _facts(self) -> ms.InstanceReady:
         facts = self._router.answering[0].ready
         assert facts is not None
