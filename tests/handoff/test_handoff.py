@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import HeadRange
 from tests.handoff.conftest import (
     BLOCK,
+    LAYERS,
     SETTINGS,
     SLOTS,
     SOON_S,
@@ -486,3 +487,48 @@ def test_the_example_of_the_page_is_the_one_that_can_be_run_and_is_short() -> No
 
     assert f"```python file=handoff.py\n{example}```\n" in page
     assert len(example.splitlines()) <= EXAMPLE_LINES_MAX
+
+
+class Unlike(NamedTuple):
+    """Two engines of which one opens the pair with other KV, and what they say."""
+
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    why: str
+
+
+def kv_of(*, layers: int = LAYERS, block: int = BLOCK, dtype: Any = np.float32) -> dict[str, Any]:
+    kv = [np.zeros((SLOTS, block, 2), dtype=dtype) for _ in range(layers)]
+    return {"kv": kv, "block_tokens": block}
+
+
+UNLIKE = {
+    "block size": Unlike(
+        kv_of(block=8), kv_of(), "refused: block_tokens of prefill is '4' here and '8' there"
+    ),
+    "layers": Unlike(kv_of(layers=4), kv_of(), "refused: layers is '3' here and '4' there"),
+    "numbers": Unlike(
+        kv_of(dtype=np.float16),
+        kv_of(),
+        "refused: axes of prefill is 'channel:32 (3 times)' here and 'channel:16 (3 times)' there",
+    ),
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE.values(), ids=UNLIKE)
+def test_engines_whose_kv_differs_name_the_field_and_both_values(unlike: Unlike) -> None:
+    pair = a_pair()
+    with (
+        penstock.open_prefill(pair, settings=SETTINGS, **unlike.prefill) as prefill,
+        penstock.open_decode(pair, settings=SETTINGS, **unlike.decode) as decode,
+    ):
+        decode.claim("r", PROMPT, slots=[5, 6, 7])
+        results: list[penstock.HandoffResult] = []
+        deadline = time.monotonic() + SOON_S
+        while not results and time.monotonic() < deadline:
+            prefill.step()
+            results = decode.step()
+            decode.wait(time.monotonic() + 0.01, descriptors=prefill.descriptors)
+
+    (result,) = results
+    assert result.why == unlike.why

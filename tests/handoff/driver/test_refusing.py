@@ -19,7 +19,7 @@ from penstock.handoff.driver.envelope import (
     unseal,
 )
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.identity import Life
+from penstock.handoff.protocol.identity import Life, misfit
 
 if TYPE_CHECKING:
     from tests.handoff.driver.conftest import World
@@ -246,10 +246,9 @@ def test_a_notice_of_another_life_or_kind_is_refused(world: World) -> None:
 def test_engines_with_other_ideas_of_the_plan_do_not_hand_off() -> None:
     ours, theirs = directory_of(Shape()), directory_of(Shape(decode_ranks=2))
 
-    facts = dict(ours.facts), dict(theirs.facts)
+    found = misfit(ours.identity("decode", 1), theirs.identity("prefill", 1))
 
-    assert facts[0]["plan"] != facts[1]["plan"]
-    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"plan"}
+    assert str(found) == "ranks of decode is '3' here and '2' there"
 
 
 class OtherVersion:

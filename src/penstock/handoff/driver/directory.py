@@ -1,7 +1,7 @@
 """Who takes part in the handoffs of two engines: names, addresses, forms, and what follows.
 
-Both engines are given the same directory. They compare it when they meet, by a fact of its own
-(`plan`), so that two sides never cut a transfer differently.
+Both engines are given the same directory. They compare it when they meet, field by field of the
+forms of all ranks, so that two sides never cut a transfer differently.
 
 The one rule: what one rank owes another is computed here alone, from the forms of the ranks.
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.parts import CELLS_MAX, RouteParts
 from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut, missing_blocks
-from penstock.handoff.protocol.identity import Identity, Life, facts_of, form_facts
+from penstock.handoff.protocol.identity import Identity, Life, facts_of, form_facts, rank_facts
 from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
 
@@ -82,9 +81,12 @@ class Directory:
             raise ValueError(f"names of parties are {names}, none may be twice")
         sources, targets = self.prefill.forms, self.decode.forms
         plan = plan_reshard(sources, targets)
-        prints = b"".join(form.fingerprint for form in (*sources, *targets))
-        digest = sha256(len(sources).to_bytes(4, "little") + prints).hexdigest()[:32]
-        form = (*form_facts((*sources, *targets)), ("plan", digest), ("transport", self.transport))
+        form = (
+            *form_facts((*sources, *targets)),
+            *rank_facts("prefill", sources),
+            *rank_facts("decode", targets),
+            ("transport", self.transport),
+        )
         routes = {
             (self.prefill.ranks[route.source].name, self.decode.ranks[route.target].name): (
                 RouteParts(plan, route, sources[route.source], targets[route.target])

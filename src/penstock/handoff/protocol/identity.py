@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+from hashlib import sha256
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -18,7 +20,7 @@ import msgspec
 from penstock.handoff.protocol.states import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.vocabulary.form import Form
 
@@ -26,6 +28,9 @@ PROTOCOL_VERSION = 1
 
 NAME_CHARS_MAX = 128
 """A longer name of a party or handoff is refused: room for a UUID with a host."""
+
+FACT_CHARS_MAX = 192
+"""A longer value of a fact is cut, with a digest of the whole: both values fit one message."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 HandoffId = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -129,6 +134,53 @@ def form_facts(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
                     f"{group.kind.value}, {heads}, {plane.dtype.value}" for plane in layer.planes
                 }
     return (("layers", str(len(layers))), ("kinds", "; ".join(sorted(kinds))[:512]))
+
+
+def rank_facts(engine: str, forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
+    """How the KV of an engine's ranks lies, a fact for each kind of field of their forms.
+
+    Two sides with equal facts have equal forms, so that they cut a transfer alike. A difference
+    is named by its field, such as `block_tokens of prefill`, and not by a digest of everything.
+
+    Args:
+        engine: which of the two it is, for the names of the facts.
+        forms: of its ranks, in their order.
+    """
+    values: dict[str, list[str]] = {}
+    for form in forms:
+        for name, value in form.facts:
+            # `group.0.layer.3.k.dtype` is one of the values of `dtype`.
+            values.setdefault(name.rpartition(".")[2], []).append(value)
+    facts = [(f"ranks of {engine}", str(len(forms)))]
+    facts += [(f"{field} of {engine}", _listed(each)) for field, each in values.items()]
+    return tuple(facts)
+
+
+def _listed(values: Sequence[str]) -> str:
+    """Values in their order, repeated ones and rising numbers together, in a bounded text."""
+    if len(set(values)) == 1:
+        text = values[0] if len(values) == 1 else f"{values[0]} ({len(values)} times)"
+    elif all(value.isdecimal() for value in values):
+        text = ", ".join(_spans([int(value) for value in values]))
+    else:
+        runs = [(value, len(list(run))) for value, run in groupby(values)]
+        text = ", ".join(
+            value if count == 1 else f"{value} ({count} times)" for value, count in runs
+        )
+    if len(text) <= FACT_CHARS_MAX:
+        return text
+    digest = sha256(text.encode()).hexdigest()[:16]
+    return f"{text[: FACT_CHARS_MAX - len(digest) - 3]}… {digest}"
+
+
+def _spans(numbers: Sequence[int]) -> Iterator[str]:
+    """Rising numbers as `first-last`, in their order."""
+    first = 0
+    for position in range(1, len(numbers) + 1):
+        if position == len(numbers) or numbers[position] != numbers[position - 1] + 1:
+            one = position - first == 1
+            yield str(numbers[first]) if one else f"{numbers[first]}-{numbers[position - 1]}"
+            first = position
 
 
 def misfit(ours: Identity, theirs: Identity) -> Misfit | None:
