@@ -198,6 +198,7 @@ def test_engines_with_other_weights_refuse_each_other(
 
     assert other.ended().failed == {"answered"}
     assert "weights is 'v1' here and 'v2' there" in caplog.text
+    assert other.counters.take() == {"prompts_not_received": 1}
 
 
 def test_a_prompt_that_is_aborted_is_computed_by_the_decode_engine(
@@ -252,13 +253,17 @@ def test_a_claim_of_an_aborted_request_ends_once(prefill: Engine, decode: Engine
     assert decode.step() is None
 
 
-def test_the_claims_of_an_engine_that_is_gone_fail(prefill: Engine, decode: Engine) -> None:
+def test_the_claims_of_an_engine_that_is_gone_count_as_lost(
+    prefill: Engine, decode: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     decode.claim(answered(prefill, "h-1"), [7, 8, 9])
     until(lambda: prefill._handoffs._wants)
 
     prefill.close()
 
     assert decode.ended().failed == {"answered"}
+    assert decode.counters.take() == {"prompts_not_received": 1, "prompts_lost": 1}
+    assert "its handoff was lost with the prefill engine: request=answered" in caplog.text
 
 
 def test_the_prompts_for_an_engine_that_is_gone_are_released(

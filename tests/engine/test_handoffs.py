@@ -230,7 +230,10 @@ def test_blocks_of_another_prompt_are_refused_and_computed_here(checkpoint_of: A
         assert pair.outcomes(pair.decode) == {"failed_over": 1}
 
 
-def test_an_instance_computes_a_prompt_itself_when_its_partner_cannot(checkpoint_of: Any) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_instance_computes_a_prompt_itself_when_its_partner_cannot(
+    checkpoint_of: Any, *, lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, model = checkpoint_of("llama")
     prompt = prompt_of(41)
     with paired(folder) as pair:
@@ -238,12 +241,16 @@ def test_an_instance_computes_a_prompt_itself_when_its_partner_cannot(checkpoint
         pair.submit("r", prompt)
         pair.until(lambda: pair.decode.scheduler.count(Phase.CLAIMING) == 1, prefill=False)
 
-        pair.decode.scheduler.compute_here("r")
+        pair.decode.scheduler.compute_here("r", lost=lost)
         pair.until(lambda: not pair.decode.unfinished, prefill=False)
         pair.finish()
 
         require_right_logits(pair.reported["r", 0], model, prompt)
-        assert pair.outcomes(pair.decode) == {"delivered": 1, "cancelled": 1}
+        outcome = "lost" if lost else "cancelled"
+        assert pair.outcomes(pair.decode) == {"delivered": 1, outcome: 1}
+        assert pair.decode.handoffs is not None
+        assert [each.outcome for each in pair.decode.handoffs.ended] == ["delivered", outcome]
+        assert ("handoff lost" in caplog.text) is lost
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])

@@ -206,8 +206,9 @@ def test_over_tcp_an_engine_listens_on_a_port_of_the_range(checkpoint_of: Any) -
         assert engines.outcomes("d") == {"delivered": 1}
 
 
+@pytest.mark.parametrize("outcome", ["closed", "lost"])
 def test_a_pair_that_is_closed_ends_its_handoffs_and_can_be_opened_again(
-    checkpoint_of: Any,
+    checkpoint_of: Any, outcome: str
 ) -> None:
     folder, model = checkpoint_of("llama")
     with fleet(folder, "p", "d") as engines:
@@ -216,9 +217,9 @@ def test_a_pair_that_is_closed_ends_its_handoffs_and_can_be_opened_again(
         engines.until(lambda: engines.claims("d") == 1, without="p")
 
         for name in ("p", "d"):
-            engines.engines[name].close_pair("p", "d")
+            engines.engines[name].close_pair("p", "d", lost=outcome == "lost")
         engines.finish()
-        assert engines.outcomes("d") == {"closed": 1}
+        assert engines.outcomes("d") == {outcome: 1}
         assert (engines.open_pairs("p"), engines.open_pairs("d")) == ([], [])
         engines.introduce("p", "d")
         engines.submit("b", prompt_of(50, 1), "p", "d")
@@ -226,7 +227,7 @@ def test_a_pair_that_is_closed_ends_its_handoffs_and_can_be_opened_again(
 
         require_right_logits(engines.reported["a"], model, prompt_of(41))
         require_right_logits(engines.reported["b"], model, prompt_of(50, 1))
-        assert engines.outcomes("d") == {"closed": 1, "delivered": 1}
+        assert engines.outcomes("d") == {outcome: 1, "delivered": 1}
 
 
 def test_a_pair_that_is_introduced_anew_replaces_the_one_before(checkpoint_of: Any) -> None:
@@ -257,14 +258,14 @@ def test_a_prompt_is_claimed_from_another_engine_when_the_first_one_is_gone(
         engines.submit("r", prompt_of(41), "p0", "d")
         engines.until(lambda: engines.claims("d") == 1, without="p0")
 
-        engines.engines["d"].scheduler.change_prefill("r", "r/2", "p1")
-        engines.engines["d"].close_pair("p0", "d")
+        engines.engines["d"].scheduler.change_prefill("r", "r/2", "p1", lost=True)
+        engines.engines["d"].close_pair("p0", "d", lost=True)
         engines.engines["p0"].abort_all()
         engines.compute("r/2", prompt_of(41), "p1", "d")
         engines.finish()
 
         require_right_logits(engines.reported["r"], model, prompt_of(41))
-        assert engines.outcomes("d")["delivered"] == 1
+        assert engines.outcomes("d") == {"lost": 1, "delivered": 1}
         assert engines.outcomes("p1") == {"delivered": 1}
         assert engines.engines["d"].handoffs is not None
         assert engines.reported["r"][0].cached_by_tier[0] == 0

@@ -139,9 +139,10 @@ def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: 
             prefill.channel.fail("killed")
         await settled()
 
-        closed = ms.ClosePair(prefill="prefill-0", decode="decode-0")
-        gone = [closed] if fate == "dies" else []
-        assert decode.received() == [ms.ComputeLocally(id="r"), *gone]
+        died = fate == "dies"
+        closed = ms.ClosePair(prefill="prefill-0", decode="decode-0", lost=True)
+        gone = [closed] if died else []
+        assert decode.received() == [ms.ComputeLocally(id="r", lost=died), *gone]
         decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
         assert [progress.token for progress in await task] == [7]
 
@@ -256,10 +257,11 @@ def test_a_prompt_that_one_prefill_instance_cannot_compute_another_one_does(fate
 
         opened, changed, *closed = decode.received()
         assert isinstance(opened, ms.OpenPair)
-        assert changed == ms.ChangePrefill(id="a", handoff="a/2", prefill="prefill-1")
+        died = fate == "dies"
+        assert changed == ms.ChangePrefill(id="a", handoff="a/2", prefill="prefill-1", lost=died)
         # After the new one is known: what the old one had is not computed by decode meanwhile.
-        pair = ms.ClosePair(prefill="prefill-0", decode="decode-0")
-        assert closed == ([pair] if fate == "dies" else [])
+        pair = ms.ClosePair(prefill="prefill-0", decode="decode-0", lost=True)
+        assert closed == ([pair] if died else [])
         [_, again] = two.received()
         assert (again.id, again.handoff, again.prefill) == ("a/2", "a/2", "prefill-1")
         decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
@@ -320,24 +322,30 @@ def test_a_decode_instance_without_any_prefill_instance_goes_after_one_that_comp
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "problem"),
     [
-        {"machine": "elsewhere"},
-        {"model": "another"},
-        {"engine": None},
-        {"config": CONFIG.replace("block_tokens = 4", "block_tokens = 8")},
+        ({"machine": "elsewhere"}, ""),
+        ({"model": "another"}, "model is 'another' at prefill and 'm' at decode"),
+        ({"engine": None}, ""),
+        (
+            {"config": CONFIG.replace("block_tokens = 4", "block_tokens = 8")},
+            "cache.block_tokens is 8 at prefill and 4 at decode",
+        ),
     ],
 )
-def test_instances_that_cannot_hand_over_to_each_other_are_not_paired(
-    other: dict[str, Any],
+def test_instances_that_cannot_hand_over_to_each_other_are_not_paired_and_it_is_said_once(
+    other: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play(router: Router, decode: Instance) -> None:
         far = instance_of(router, "prefill-9", **other)
         await settled()
 
-        tasks = await sent(router, "r")
+        tasks = await sent(router, "r", "s")
 
-        assert (asked(far), asked(decode)) == ([], ["r"])
+        assert (asked(far), asked(decode)) == ([], ["r", "s"])
+        told = [each for each in caplog.messages if "hand nothing over" in each]
+        assert len(told) == (1 if problem else 0)
+        assert all(problem in each for each in told)
         await given_up(tasks)
         far.link.close()
         far.channel.close()

@@ -428,11 +428,17 @@ class Engine:
             self.close_pair(pair.prefill.name, pair.decode.name)
             raise
 
-    def close_pair(self, prefill: str, decode: str) -> None:
-        """Closes a pair; prompts that it was to bring are computed here."""
+    def close_pair(self, prefill: str, decode: str, *, lost: bool = False) -> None:
+        """Closes a pair; prompts that it was to bring are computed here.
+
+        Args:
+            prefill: One of the two instances.
+            decode: The other one.
+            lost: Whether one of them is gone.
+        """
         if self.handoffs is not None:
             self.workers.close_pair(prefill, decode)
-            self.handoffs.close_pair(prefill, decode)
+            self.handoffs.close_pair(prefill, decode, lost=lost)
 
     def close_pairs(self) -> None:
         """Closes all pairs."""

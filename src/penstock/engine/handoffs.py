@@ -13,6 +13,7 @@ nor computed into before the handoff has ended, however it ends.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
     from penstock.engine.steps import HandedCounts, Step
     from penstock.handoff import HandoffResult
 
+logger = logging.getLogger(__name__)
+
 HANDOFFS_KEPT = 4096
 """Handoffs that have ended and are kept with their times: about half a megabyte."""
 CLOSED = "closed"
 """The outcome of a handoff whose pair was closed before it had ended."""
+LOST = "lost"
+"""The outcome of a handoff that ended because the other instance is gone."""
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +117,8 @@ class Handoffs:
     def sampled(self, answer: Answer, token: int) -> None:
         """A token was chosen."""
 
-    def cancel(self, answer: Answer) -> None:
-        """The handoff of an answer that is held is not wanted any more."""
+    def cancel(self, answer: Answer, *, lost: bool = False) -> None:
+        """The handoff of an answer that is held ends: nobody wants it, or it is lost."""
 
     def take_offers(self) -> list[StepOffer]:
         """What ranks in other processes have to know with the next step."""
@@ -145,6 +150,8 @@ class InstanceHandoffs(Handoffs):
         self._name = spec.name
         self._block_tokens = spec.config.cache.block_tokens
         self._held: dict[str, Answer] = {}
+        self._lost: set[str] = set()
+        """Those of the handoffs that end because the other instance is gone."""
         self._new: dict[str, StepOffer] = {}
         """Offers that ranks in other processes have not got yet."""
         self._dropped: list[Answer] = []
@@ -155,9 +162,9 @@ class InstanceHandoffs(Handoffs):
         self._drop((pair.prefill.name, pair.decode.name))
         self.peers.open(pair, weights=self.weights)
 
-    def close_pair(self, prefill: str, decode: str) -> None:
-        """Closes a pair; its handoffs end."""
-        self._drop((prefill, decode))
+    def close_pair(self, prefill: str, decode: str, *, lost: bool = False) -> None:
+        """Closes a pair; its handoffs end, and count as lost where one of the two is gone."""
+        self._drop((prefill, decode), LOST if lost else CLOSED)
 
     def close_pairs(self) -> None:
         """Closes all pairs: the router that introduced them is gone."""
@@ -179,11 +186,14 @@ class InstanceHandoffs(Handoffs):
             if isinstance(door, PrefillHandoff):
                 door.first_token(handoff, token)
 
-    def cancel(self, answer: Answer) -> None:
-        self._new.pop(answer.request.handoff, None)
+    def cancel(self, answer: Answer, *, lost: bool = False) -> None:
+        handoff = answer.request.handoff
+        self._new.pop(handoff, None)
         door = self.peers.door(*_pair_names(answer))
         if isinstance(door, PrefillHandoff | DecodeHandoff):
-            door.cancel(answer.request.handoff)
+            if lost and handoff in self._held:
+                self._lost.add(handoff)
+            door.cancel(handoff, "the other instance is gone" if lost else "cancelled")
 
     def take_offers(self) -> list[StepOffer]:
         offers, self._new = list(self._new.values()), {}
@@ -194,7 +204,7 @@ class InstanceHandoffs(Handoffs):
         self._dropped.clear()
         for result in self.peers.step():
             answer = self._held.pop(result.handoff)
-            self._note(result)
+            self._note(result, answer)
             if result.delivered and answer.phase is not Phase.ENDED:
                 self.delivered.add(answer.request.id)
             over.append((answer, result.tokens))
@@ -251,9 +261,11 @@ class InstanceHandoffs(Handoffs):
         self.outcomes["refused"] += 1
         return False
 
-    def _note(self, result: HandoffResult) -> None:
-        outcome = result.outcome.value
-        self.outcomes[outcome] += 1
+    def _note(self, result: HandoffResult, answer: Answer) -> None:
+        lost = result.handoff in self._lost
+        self._lost.discard(result.handoff)
+        outcome = LOST if lost and not result.delivered else result.outcome.value
+        self._count(outcome, answer)
         if result.delivered:
             self.delivered_s += result.ended - result.began
         self.ended.append(
@@ -266,7 +278,17 @@ class InstanceHandoffs(Handoffs):
             )
         )
 
-    def _drop(self, names: PairNames) -> None:
+    def _count(self, outcome: str, answer: Answer) -> None:
+        self.outcomes[outcome] += 1
+        if outcome == LOST:
+            asked = answer.request
+            logger.warning(
+                "handoff lost: handoff=%s prefill=%s decode=%s cause=%s is gone",
+                *(asked.handoff, asked.prefill, asked.decode),
+                asked.decode if asked.prefill == self._name else asked.prefill,
+            )
+
+    def _drop(self, names: PairNames, outcome: str = CLOSED) -> None:
         """A pair was closed, or is about to be opened anew: what it held is free."""
         self.peers.close_pair(*names)
         for handoff, answer in list(self._held.items()):
@@ -274,7 +296,8 @@ class InstanceHandoffs(Handoffs):
                 del self._held[handoff]
                 self._new.pop(handoff, None)
                 self._dropped.append(answer)
-                self.outcomes[CLOSED] += 1
+                self._count(LOST if handoff in self._lost else outcome, answer)
+                self._lost.discard(handoff)
 
     def _hold(self, answer: Answer) -> None:
         answer.held = True

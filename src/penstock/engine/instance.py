@@ -363,13 +363,15 @@ class Instance:
         scheduler = self._engine.scheduler
         match message:
             case ms.ComputeLocally():
-                scheduler.compute_here(message.id)
+                scheduler.compute_here(message.id, lost=message.lost)
             case ms.ChangePrefill():
-                scheduler.change_prefill(message.id, message.handoff, message.prefill)
+                scheduler.change_prefill(
+                    message.id, message.handoff, message.prefill, lost=message.lost
+                )
             case ms.OpenPair():
                 self._open_pair(message.pair)
             case ms.ClosePair():
-                self._engine.close_pair(message.prefill, message.decode)
+                self._engine.close_pair(message.prefill, message.decode, lost=message.lost)
 
     def _open_pair(self, pair: PairSpec) -> None:
         """Opens a pair; if that fails, requests in it are computed where they are answered."""

@@ -98,6 +98,8 @@ class ComputeLocally(InstanceMessage, frozen=True, kw_only=True):
     """The instance computes the prompt of this request itself; no handoff will bring it."""
 
     id: str
+    lost: bool = False
+    """Whether the instance that was to compute it is gone: then the handoff counts as lost."""
 
 
 class ChangePrefill(InstanceMessage, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ class ChangePrefill(InstanceMessage, frozen=True, kw_only=True):
     id: str
     handoff: str
     prefill: str
+    lost: bool = False
+    """Whether the instance before it is gone: then the handoff from there counts as lost."""
 
 
 class SetRole(InstanceMessage, frozen=True, kw_only=True):
@@ -128,6 +132,8 @@ class ClosePair(InstanceMessage, frozen=True, kw_only=True):
 
     prefill: str
     decode: str
+    lost: bool = False
+    """Whether one of the two is gone: then handoffs under way count as lost."""
 
 
 class StopAnswer(InstanceMessage, frozen=True, kw_only=True):

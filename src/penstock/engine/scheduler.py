@@ -171,16 +171,30 @@ class Scheduler:
                 self._end(answer, Reason.STOP)
         self._release_ended()
 
-    def compute_here(self, request: str) -> None:
-        """Computes a request's prompt here, without a handoff."""
+    def compute_here(self, request: str, *, lost: bool = False) -> None:
+        """Computes a request's prompt here, without a handoff.
+
+        Args:
+            request: Its name.
+            lost: Whether the instance that was to compute it is gone.
+        """
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             answer.handed, answer.next_request = True, None
             if answer.phase is Phase.CLAIMING:
-                self._handoffs.cancel(answer)
+                self._handoffs.cancel(answer, lost=lost)
 
-    def change_prefill(self, request: str, handoff: str, prefill: str) -> None:
-        """Another instance computes a request's prompt, unless it is being computed here."""
+    def change_prefill(
+        self, request: str, handoff: str, prefill: str, *, lost: bool = False
+    ) -> None:
+        """Another instance computes a request's prompt, unless it is being computed here.
+
+        Args:
+            request: Its name.
+            handoff: The name of the handoff from there.
+            prefill: The other instance.
+            lost: Whether the instance before it is gone.
+        """
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             if answer.number or not answer.request.handoff:
@@ -188,7 +202,7 @@ class Scheduler:
             changed = replace(answer.request, handoff=handoff, prefill=prefill)
             if answer.phase is Phase.CLAIMING:
                 answer.next_request = changed
-                self._handoffs.cancel(answer)
+                self._handoffs.cancel(answer, lost=lost)
             elif not answer.handed:
                 answer.request = changed
 

@@ -53,6 +53,8 @@ class PairTable:
         """Pairs that could not be opened, and when."""
         self._closing: list[Couple] = []
         """Pairs of instances that are gone: their peers are about to be told."""
+        self._told: dict[tuple[str, str], str] = {}
+        """Why two instances cannot hand over to each other, by their names; each is logged once."""
         self._alarm: asyncio.TimerHandle | None = None
 
     @property
@@ -68,7 +70,20 @@ class PairTable:
         failed = self._failed.get(couple)
         if failed is not None and _now() < failed + FAILED_S:
             return False
-        return _fit(prefill, decode) and all(self._has_room(link) for link in couple)
+        if not _reaches(prefill, decode):
+            return False
+        if problem := _misfit(prefill, decode):
+            self._tell(prefill, decode, problem)
+            return False
+        return all(self._has_room(link) for link in couple)
+
+    def _tell(self, prefill: InstanceLink, decode: InstanceLink, problem: str) -> None:
+        names = prefill.name, decode.name
+        if self._told.get(names) != problem:
+            self._told[names] = problem
+            logger.warning(
+                "instances hand nothing over: prefill=%s decode=%s cause=%s", *names, problem
+            )
 
     def use(self, prefill: InstanceLink, decode: InstanceLink) -> None:
         """A request begins in a pair, which is opened if it is not; `can_use` was asked before."""
@@ -149,9 +164,10 @@ class PairTable:
 
     def _send_close(self, couple: Couple) -> None:
         prefill, decode = couple
+        lost = any(bool(link.lost) for link in couple)
         for link in couple:
             if not link.lost:
-                link.send(ClosePair(prefill=prefill.name, decode=decode.name))
+                link.send(ClosePair(prefill=prefill.name, decode=decode.name, lost=lost))
         logger.info("pair closed: prefill=%s decode=%s", prefill.name, decode.name)
 
     def _pairs_of(self, link: InstanceLink) -> list[Couple]:
@@ -205,20 +221,29 @@ def _table_of(link: InstanceLink) -> HandoffTable:
     return found or HandoffTable()
 
 
-def _fit(prefill: InstanceLink, decode: InstanceLink) -> bool:
-    """Whether one instance can reach the other, and both compute the same KV."""
+def _reaches(prefill: InstanceLink, decode: InstanceLink) -> bool:
+    """Whether both take part in handoffs, and one is where the other can reach it."""
     ready, other = prefill.ready, decode.ready
     if prefill is decode or ready is None or other is None:
         return False
     source, target = ready.engine, other.engine
     if source is None or target is None:
         return False
-    transport = _table_of(prefill).transport
-    here = source.machine == target.machine
-    reaches = source.address.startswith("tcp://") and transport != SHARED_MEMORY
-    return (
-        (here or reaches)
-        and transport == _table_of(decode).transport
-        and (ready.model, ready.config.model.kv_dtype) == (other.model, other.config.model.kv_dtype)
-        and ready.config.cache.block_tokens == other.config.cache.block_tokens
-    )
+    remote = source.address.startswith("tcp://") and _table_of(prefill).transport != SHARED_MEMORY
+    return remote or source.machine == target.machine
+
+
+def _misfit(prefill: InstanceLink, decode: InstanceLink) -> str:
+    """What keeps two instances from exchanging KV, with both values; empty if nothing does."""
+    ready, other = prefill.ready, decode.ready
+    assert ready is not None
+    assert other is not None
+    for name, ours, theirs in (
+        ("handoff.transport", _table_of(prefill).transport, _table_of(decode).transport),
+        ("model", ready.model, other.model),
+        ("model.kv_dtype", ready.config.model.kv_dtype, other.config.model.kv_dtype),
+        ("cache.block_tokens", ready.config.cache.block_tokens, other.config.cache.block_tokens),
+    ):
+        if ours != theirs:
+            return f"{name} is {ours!r} at prefill and {theirs!r} at decode, must be equal"
+    return ""

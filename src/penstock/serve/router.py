@@ -119,7 +119,7 @@ class _Prefill:
         while True:
             prefill = self._prefill
             try:
-                if await self._compute_once():
+                if await self._is_computed_by(prefill):
                     # The pair stays open until the KV has arrived.
                     await self._over.wait()
                     return
@@ -130,12 +130,17 @@ class _Prefill:
                 return
             another = self._another()
             if another is None:
-                self._decode.send(ComputeLocally(id=self._request.id))
+                self._decode.send(ComputeLocally(id=self._request.id, lost=bool(prefill.lost)))
                 return
             self._prefill = another
             self.asked = asked = self._begin()
             self._decode.send(
-                ChangePrefill(id=asked.id, handoff=asked.handoff, prefill=asked.prefill)
+                ChangePrefill(
+                    id=asked.id,
+                    handoff=asked.handoff,
+                    prefill=asked.prefill,
+                    lost=bool(prefill.lost),
+                )
             )
 
     def _another(self) -> InstanceLink | None:
@@ -143,7 +148,7 @@ class _Prefill:
             return None
         return self._router.another_prefill(self._decode, self._request, self._tried)
 
-    async def _compute_once(self) -> bool:
+    async def _is_computed_by(self, prefill: InstanceLink) -> bool:
         # Each attempt is a request of its own: an earlier one may still hold blocks.
         submit = msgspec.structs.replace(
             self.asked,
@@ -155,7 +160,7 @@ class _Prefill:
         )
         computed = False
         with suppress(InstanceLost, RequestRefusal):
-            async with aclosing(self._prefill.generate(submit)) as tokens:
+            async with aclosing(prefill.generate(submit)) as tokens:
                 async for progress in tokens:
                     computed = isinstance(progress, TokenProgress) and progress.token is not None
         return computed

@@ -65,6 +65,7 @@ COUNTERS: Mapping[str, str] = {
     "bytes_sent_early": "Bytes of prompts sent before the last step that computes them began.",
     "prompts_received": "Prompts whose KV was received from a prefill engine and verified.",
     "prompts_not_received": "Prompts computed here because their handoff failed.",
+    "prompts_lost": "Of these, prompts whose prefill engine was gone.",
     "tokens_received": "Tokens whose KV was received from prefill engines.",
     "resets": "Times that everything below the device was voided.",
 }

@@ -334,9 +334,11 @@ class HandoffRequests:
         self._failed.add(name)
         if name in self._claimed:
             self._counters.add("prompts_not_received")
+            self._counters.add("prompts_lost", int(ended.lost))
             self._warnings.warn(
-                "handoff",
-                "a prompt is computed here, its handoff failed: request=%s handoff=%s cause=%s",
+                "handoff lost" if ended.lost else "handoff",
+                "a prompt is computed here, its handoff %s: request=%s handoff=%s cause=%s",
+                "was lost with the prefill engine" if ended.lost else "failed",
                 name,
                 ended.handoff,
                 ended.why,

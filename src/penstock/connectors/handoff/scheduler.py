@@ -118,6 +118,8 @@ class ClaimEnded(NamedTuple):
     handoff: str
     delivered: bool = False
     why: str = ""
+    lost: bool = False
+    """Whether it failed because the prefill engine is gone."""
 
 
 HandoffEvent = PromptReleased | ClaimEnded
@@ -141,6 +143,8 @@ class _Peer:
     """When it must be open."""
     lost: str = ""
     """Why it is being closed."""
+    gone: bool = False
+    """Whether it is being closed because the other engine is gone."""
     spared: list[str] = field(default_factory=list)
     """Prompts that are not needed, to be said when the channel is open."""
     queued: list[PromptClaim] = field(default_factory=list)
@@ -399,6 +403,7 @@ class SchedulerHandoffs:
             if not peer.lost:
                 self._on_peer(peer, message)
         if end:
+            peer.gone = not peer.lost
             self._lose(peer, end)
 
     def _on_peer(self, peer: _Peer, message: AnyMessage) -> None:
@@ -611,7 +616,8 @@ class SchedulerHandoffs:
         peer = self._claims.pop(handoff)
         if not delivered:
             self._spare(peer, handoff)
-        self.events.append(ClaimEnded(handoff, delivered=delivered, why=why))
+        lost = peer.gone and not delivered
+        self.events.append(ClaimEnded(handoff, delivered=delivered, why=why, lost=lost))
 
     def _look_at_clock(self, now: float) -> None:
         for peer in self._peers:
