@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.connectors.base.scheduler import LOAD_ATTEMPTS
+from penstock.connectors.base.unstarted_loads import STEPS_MAX
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.machine import events as ev
 
@@ -182,28 +182,79 @@ def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_re
     assert engine.scheduler.find_tokens(make_request("third", PROMPT), 0) == 0
 
 
-def test_49176_a_load_that_fails_again_and_again_is_given_up(
+def fail_load(engine: Any, request: Any, matched: int) -> None:
+    """The engine starts a load of which every block is damaged."""
+    (row,) = engine.allocate(request, 7)
+    engine.scheduler.start_load(request, [row], matched)
+    planned = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    (buffer,) = engine.rank.executor.stores[1].blocks([0]).buffers.values()
+    buffer[:] ^= 1
+    engine.worker.after_forward(planned)
+    engine.scheduler.apply_reports(engine.worker.take_reports())
+
+
+def test_49176_a_request_whose_load_failed_is_offered_no_other_until_it_was_preempted(
     engine: Any, make_request: Any
 ) -> None:
-    """A request whose loads fail for ever must still be answered."""
+    """vLLM keeps room reserved for it until then: in a small pool a second load never fits."""
     again = make_request("again", PROMPT)
-    host = engine.rank.executor.stores[1]
-
     claims = []
-    for attempt in range(LOAD_ATTEMPTS + 1):
+    for attempt in range(3):
         engine.run(make_request(f"other-{attempt}", PROMPT))
         engine.scheduler.finish_request(f"other-{attempt}")
-        matched = engine.scheduler.find_tokens(again, 0)
-        claims.append(matched)
-        (row,) = (engine.allocate(make_request(f"room-{attempt}", PROMPT), 7),)[0]
-        engine.scheduler.start_load(again, [row], matched)
-        reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
-        (buffer,) = host.blocks([0]).buffers.values()
-        buffer[:] ^= 1
-        engine.worker.after_forward(reported)
-        engine.scheduler.apply_reports(engine.worker.take_reports())
+        claims.append(engine.scheduler.find_tokens(again, 0))
+        if not attempt:
+            fail_load(engine, again, claims[0])
+        if attempt == 1:
+            engine.scheduler.plan_step({}, engine.tables.__getitem__, preempted=["again"])
 
-    assert claims == [24] * LOAD_ATTEMPTS + [0]
+    assert claims == [24, 0, 24]
+
+
+def saved_prompt(engine: Any, make_request: Any) -> None:
+    engine.run(make_request("first", PROMPT))
+    engine.scheduler.finish_request("first")
+    engine.scheduler.take_statistics()
+
+
+def test_a_load_that_never_starts_while_nothing_runs_is_given_up_and_counted_once(
+    engine: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_prompt(engine, make_request)
+    waiting, other = make_request("waiting", PROMPT), make_request("other", PROMPT)
+
+    claims = []
+    for _ in range(STEPS_MAX + 2):
+        claims.append(engine.scheduler.find_tokens(waiting, 0))
+        engine.step()
+
+    assert claims == [24] * STEPS_MAX + [0, 0]
+    assert engine.scheduler.take_statistics()["loads_not_started"] == 1
+    assert caplog.text.count("the engine has no room to load it: request=waiting") == 1
+    assert engine.scheduler.find_tokens(other, 0) == 24, "what it waited for is still there"
+
+
+@pytest.mark.parametrize("busy", ["computes", "receives", "does not ask"])
+def test_a_load_that_waits_for_others_is_not_given_up(
+    engine: Any, make_request: Any, busy: str
+) -> None:
+    saved_prompt(engine, make_request)
+    waiting, running = make_request("waiting", PROMPT), make_request("running", [1, 2])
+    engine.scheduler.find_tokens(running, 0)
+    engine.allocate(running, 1)
+
+    for number in range(3 * STEPS_MAX):
+        # Every second step is one in which nothing happens.
+        turn = number % 2
+        if busy != "does not ask" or turn:
+            assert engine.scheduler.find_tokens(waiting, 0) == 24
+        scheduled = {"running": 1} if busy == "computes" and turn else {}
+        engine.scheduler.plan_step(
+            scheduled, engine.tables.__getitem__, receiving=busy == "receives" and bool(turn)
+        )
+
+    assert engine.scheduler.find_tokens(waiting, 0) == 24
+    assert "loads_not_started" not in engine.scheduler.take_statistics()
 
 
 def test_a_weight_update_voids_what_was_saved_and_what_is_running(

@@ -17,6 +17,9 @@ With `hold` no plan is carried out until something was computed that is to be sa
 steps more: loads are late, and requests may be gone when they write. With `slow` every plan is
 carried out three steps late: requests end before their blocks are saved.
 
+With `fail` no load is carried out: each is reported as failed, and its blocks stay in host memory.
+With the variable `PENSTOCK_OFFERS_AGAIN` a request whose load failed is offered another one.
+
 Pins are counted as well: `PINNED` and two numbers are printed, how many there are and may be. When
 a worker starts it prints `ENCODING`, and what the form of a block says of its bytes.
 """
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +36,10 @@ import numpy as np
 
 from penstock.cache.operations import Purpose
 from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
-from penstock.runtime.messages import decode_plan
+from penstock.runtime.messages import decode_plan, encode_plan
 
 if TYPE_CHECKING:
     from penstock.connectors.base.scheduler import StepPlan
@@ -60,10 +65,11 @@ class TamperedWorker(WorkerConnector):
             super().after_forward(told, computes=computes)
             return
         SAVING.clear()
+        told = self._failing(told, word)
         plan = told.plan if told is not None else None
         copies = decode_plan(plan).copies if word and plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD and len(copy.keys) > 2]
-        device, host = self._rank.executor.stores
+        device, host, *_ = self._rank.executor.stores
         for load in loads:
             # One rank is enough: a block that is wrong on one is wrong.
             if word != "device" and self._rank.facts.rank == 0:
@@ -74,6 +80,16 @@ class TamperedWorker(WorkerConnector):
             if word == "device":
                 for group, slots in enumerate(load.target_slots.tolist()):
                     zero_on_device(device, group, slots)
+
+    def _failing(self, told: StepPlan | None, word: str) -> StepPlan | None:
+        """The same step; if it is to fail and loads, its plan is one for another life."""
+        if word != "fail" or told is None or told.plan is None:
+            return told
+        plan = decode_plan(told.plan)
+        if not any(copy.purpose is Purpose.LOAD for copy in plan.copies):
+            return told
+        other = plan._replace(lives=[self._rank.facts.life + 1])
+        return replace(told, plan=encode_plan(other))
 
 
 HELD: list[StepPlan | None] = []
@@ -120,7 +136,7 @@ def tamper(host: Any, word: str, slot: int, other: int) -> None:
         host.keep_sums(slots, sums)
     elif word == "remember":
         remember(host)
-    else:
+    elif word != "fail":
         raise ValueError(word)
 
 
@@ -166,6 +182,14 @@ class CountedPins(Pins):
         sys.stdout.write(f"PINNED {self.count} {self.limit}\n")
 
 
+class ForgetfulScheduler(SchedulerConnector):
+    """Does not remember which requests have had their load."""
+
+    def note_started(self, request: Any) -> None:
+        super().note_started(request)
+        self._requests[request.request_id].had_load = False
+
+
 class TamperedConnector(PenstockConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
@@ -178,6 +202,8 @@ class TamperedConnector(PenstockConnector):
         super().set_xfer_handshake_metadata(metadata)
         assert self._scheduler is not None
         self._scheduler._pins.__class__ = CountedPins
+        if os.environ.get("PENSTOCK_OFFERS_AGAIN"):
+            self._scheduler.__class__ = ForgetfulScheduler
 
     def _make_worker(self, rank: Any, *, on_gpu: bool) -> WorkerConnector:
         working = super()._make_worker(rank, on_gpu=on_gpu)

@@ -358,3 +358,36 @@ def test_vllm_calls_a_worker_in_the_order_that_is_replayed_without_it(
     # A step that computes, and one that only takes loads on. Loads are asynchronous: vLLM starts
     # them when the step was submitted.
     assert steps == {(first, *layers, *after, last), (first, *after, last)}
+
+
+TIGHT_POOL: dict[str, Any] = {"pool": 60, "max_model_len": 1280, "max_num_batched_tokens": 1280}
+"""Room for the longest prompt below, and not for it twice."""
+LONGEST = 32 * BLOCK + 5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offers_again"), [([LONGEST, 9 * BLOCK + 5, 8 * BLOCK + 5], ""), ([LONGEST], "1")]
+)
+def test_loads_that_fail_in_a_small_pool_do_not_stop_the_engine(
+    run: Run, lengths: list[int], offers_again: str
+) -> None:
+    """vLLM keeps the room of a failed load reserved: the same load never fits beside it.
+
+    If it is offered all the same, as in the second case, that is found out and taken back.
+    """
+    prompts = generate(lengths=lengths, max_tokens=4)
+    acts = [prompts, {**prompts, "forget": True, "tamper": "fail"}]
+
+    (computed, again), output = run(
+        "llama",
+        acts,
+        connector=TAMPERED,
+        environment={"PENSTOCK_OFFERS_AGAIN": offers_again},
+        **TIGHT_POOL,
+    )
+
+    assert counted(again, "loads_failed") == len(lengths)
+    assert cached(again) == [0] * len(lengths)
+    assert agree(again, computed)
+    assert counted(again, "loads_not_started") == bool(offers_again)
+    assert ("the engine has no room to load it" in output) == bool(offers_again)

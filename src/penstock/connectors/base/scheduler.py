@@ -9,7 +9,8 @@
 
 A lookup never blocks; it looks again only at what has changed since the last lookup for the
 request. A request is deferred only while blocks of it come up from a disk (`store_prefetch`).
-Requests that share a prefix load it separately: none waits for the load of another.
+Requests that share a prefix load it separately: none waits for the load of another. A request
+gets one load: if it fails, or the engine cannot start it (`unstarted_loads`), it is computed.
 
 The one rule: a block is saved in the step that computes it or a later one, while its request or a
 pin keeps the engine from reusing it. In KV groups whose blocks stay with a running request, the
@@ -31,10 +32,11 @@ from penstock.cache.operations import Outcome, Purpose
 from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
 from penstock.connectors.base.layerwise import LayerwiseScheduler
 from penstock.connectors.base.statistics import TransferCounts
-from penstock.connectors.base.store_prefetch import StorePrefetch, StoreWait
+from penstock.connectors.base.store_prefetch import StorePrefetch
+from penstock.connectors.base.tracked_request import TrackedRequest
+from penstock.connectors.base.unstarted_loads import UnstartedLoads
 from penstock.machine.effects import Ended
 from penstock.replay.recording import recorder_of
-from penstock.vocabulary.hints import NO_HINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,13 +50,9 @@ if TYPE_CHECKING:
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
-    from penstock.vocabulary.hints import RetentionHints
     from penstock.vocabulary.ids import Key, OperationId
 
     Tables = Sequence[Sequence[int]]
-
-LOAD_ATTEMPTS = 3
-"""After this many failed loads a request is computed: failures must not delay it for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,39 +78,6 @@ class StepPlan:
     """What the forward pass computes on: these loads are in `early`."""
     step: int = 0
     """The number of the last step with such loads: it comes back with the results of this one."""
-
-
-@dataclass(slots=True, eq=False)
-class TrackedRequest:
-    """The state of one of the engine's requests."""
-
-    request: EngineRequest
-    keys: RequestKeys
-    load: bool
-    save: bool
-    hints: RetentionHints = NO_HINTS
-    tenant: str = ""
-    asked: Sequence[Key] = ()
-    """Keys of the last lookup: the engine asks about a waiting request in every step."""
-    found: Found | None = None
-    """The result of that lookup."""
-    wait: StoreWait = field(default_factory=StoreWait)
-    held: int = 0
-    """Leading blocks that were in the engine's own cache at the last lookup."""
-    saved: int = 0
-    """Leading blocks that are below the device, being saved, or given up."""
-    loads: set[OperationId] = field(default_factory=set)
-    saves: dict[OperationId, Sequence[int]] = field(default_factory=dict)
-    """Device blocks by save, where the running request keeps them from reuse."""
-    arriving: tuple[int, int] = (0, 0)
-    """First and end of the tokens being loaded, until the engine kept or dropped them."""
-    load_began: float = 0.0
-    joins: bool = False
-    """Whether it computes on its loads in the step that starts them."""
-    failures: int = 0
-    recorded: bool = False
-    voided: bool = False
-    """Whether it runs on blocks from before a reset: what it computes from them is not saved."""
 
 
 class _Load(NamedTuple):
@@ -178,6 +143,7 @@ class SchedulerConnector:
         self._loading: dict[OperationId, _Load] = {}
         self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
         self._saving_blocks = 0
+        self._unstarted = UnstartedLoads()
         self._has_work = False
         """Whether anything has happened since the tiers were last stepped: most steps only decode,
         and should not pay for tiers that have nothing to do."""
@@ -234,19 +200,23 @@ class SchedulerConnector:
         found = self._look_up(tracked, blocks)
         self._record(tracked)
         tracked.saved = found.ready
-        if not tracked.load:
+        if not tracked.may_load:
             return 0
         if self._store is not None and self._store.defers(
             tracked.wait, tracked.asked, found, held=tracked.held, cause=request.request_id
         ):
             return None
-        return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+        matched = max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+        if matched:
+            self._unstarted.offered(request.request_id)
+        return matched
 
     def follow_request(self, request: EngineRequest, computed: int) -> None:
         """Another engine computes what follows the first `computed` tokens: nothing is loaded.
 
         What is not below the device yet is saved when the request runs, as if it was computed here.
         """
+        self._unstarted.offered(request.request_id)
         tracked = self._tracked(request)
         self._give_up_saves(tracked)
         tracked.voided = False
@@ -279,7 +249,7 @@ class SchedulerConnector:
             tracked.asked = tracked.keys.upto(blocks)[:blocks]
         self.counters.add("lookups", 1 if tracked.found is None else 0)
         found = self._look_again(tracked)
-        if self._store is None or not tracked.load:
+        if self._store is None or not tracked.may_load:
             return found
         started = self._store.bring_up(
             tracked.wait,
@@ -312,12 +282,22 @@ class SchedulerConnector:
         )
         return tracked.joins
 
+    def note_started(self, request: EngineRequest) -> None:
+        """The engine has made room for what was promised for a request, from wherever it comes."""
+        self._tracked(request).had_load = True
+        self._unstarted.started(request.request_id)
+
+    def must_compute(self, request: EngineRequest) -> bool:
+        """Whether a request has had its load: nothing more is promised for it."""
+        return self._tracked(request).had_load
+
     def start_load(self, request: EngineRequest, tables: Tables, external: int) -> None:
         """Starts a load: the engine allocated blocks for `external` tokens of the request."""
         count = external // self._tokens
         if not count:
             return
         tracked = self._tracked(request)
+        self.note_started(request)
         first = tracked.held
         keys = tracked.keys.upto(first + count)[first : first + count]
         slots = self._rows(tables, first, first + count)
@@ -365,6 +345,7 @@ class SchedulerConnector:
         if self._store is not None:
             self._store.begin_turn(tracked.wait)
         self._joins.forget(name)
+        self._unstarted.started(name)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)
@@ -412,6 +393,8 @@ class SchedulerConnector:
         scheduled: Mapping[str, int],
         tables: Callable[[str], Tables],
         preempted: Collection[str] = (),
+        *,
+        receiving: bool = False,
     ) -> StepPlan | None:
         """What every worker has to do in this step; `None` in most steps.
 
@@ -420,10 +403,13 @@ class SchedulerConnector:
                 counted them as computed yet.
             tables: The block table of a request, one row a KV group.
             preempted: Requests whose blocks the engine has taken since the last step.
+            receiving: Whether prompts are on their way from other engines.
         """
         for name in preempted:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)
+                tracked.had_load = False  # The engine has given up the room for it.
+        self._give_up_loads(idle=not (scheduled or self._loading or receiving or self._pins.count))
         joined = self._joins.take(scheduled, preempted)
         early = tuple(iter(self._offload.ranks.take_plan, None)) if joined else ()
         self._save_computed(scheduled, tables)
@@ -444,6 +430,12 @@ class SchedulerConnector:
         if plan is None and not loads and not joined:
             return None
         return StepPlan(plan=plan, loads=loads, early=early, joined=joined, step=self._joins.step)
+
+    def _give_up_loads(self, *, idle: bool) -> None:
+        """Has requests computed whose loads the engine will never start."""
+        for name in self._unstarted.end_step(idle=idle):
+            self._requests[name].had_load = True
+            self._counts.load_not_started(name)
 
     def _save_computed(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> None:
         """Starts to save the blocks that the step completes."""
@@ -558,8 +550,6 @@ class SchedulerConnector:
         # What was not loaded is computed, and may be saved again.
         tracked.saved = min(tracked.saved, tracked.held)
         tracked.found = None
-        tracked.failures += 1
-        tracked.load = tracked.load and tracked.failures < LOAD_ATTEMPTS
 
     def _count_kept(self, tracked: TrackedRequest) -> None:
         self._counts.kept(tracked.arriving, tracked.request.num_computed_tokens)

@@ -46,6 +46,7 @@ COUNTERS: Mapping[str, str] = {
     "tokens_loaded": "Tokens that vLLM did not compute because they were loaded and verified.",
     "bytes_loaded": "Bytes copied to the device and verified, on all ranks.",
     "loads_failed": "Loads of which at least one block was computed instead.",
+    "loads_not_started": "Requests computed because vLLM could not start their load.",
     "checksum_failures": "Blocks whose checksum did not match when they were loaded.",
     "timeouts": "Loads and saves that did not end within operation_timeout_s.",
     "blocks_saved": "Blocks written below the device.",
@@ -252,6 +253,12 @@ class TransferCounts:
         """A load that a request waits for did not load all of these blocks."""
         self.counters.add("loads_failed")
         self._report("load", ended, keys)
+
+    def load_not_started(self, request: str) -> None:
+        """A load that the engine was offered would never start: its request is computed."""
+        self.counters.add("loads_not_started")
+        message = "a request is computed, the engine has no room to load it: request=%s"
+        self._warnings.warn("not started", message, request)
 
     def saved(self, ended: Ended, keys: Sequence[Key]) -> None:
         """A save of these blocks has ended; a cancelled one was counted when it was cancelled."""

@@ -170,6 +170,11 @@ class HandoffRequests:
         """Whether the engine must step for something that has ended."""
         return bool(self._handoffs.events or self._received)
 
+    @property
+    def receiving(self) -> bool:
+        """Whether prompts are on their way from other engines."""
+        return bool(self._claims)
+
     def expect(self, request: EngineRequest) -> None:
         """A request is queued.
 
@@ -198,6 +203,12 @@ class HandoffRequests:
         # Computing a block is quicker than asking for it.
         self._spare(claimed)
         return 0
+
+    def give_up(self, request: EngineRequest) -> None:
+        """A request is computed here, whatever another engine has computed for it."""
+        claimed = self._claimed.get(request.request_id)
+        if claimed is not None and claimed.open:
+            self._spare(claimed)
 
     def start_claim(self, request: EngineRequest, tables: Tables, external: int) -> None:
         """The engine has allocated blocks for the tokens that `find_tokens` promised."""

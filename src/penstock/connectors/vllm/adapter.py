@@ -311,6 +311,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return 0, False
         if self._handoffs is not None:
+            if self._scheduler.must_compute(request):
+                self._handoffs.give_up(request)
             received = self._handoffs.find_tokens(request, num_computed_tokens)
             if received:
                 self._scheduler.follow_request(request, num_computed_tokens)
@@ -330,6 +332,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             and self._handoffs is not None
             and self._handoffs.is_claimed(request)
         ):
+            if self._scheduler is not None:
+                self._scheduler.note_started(request)
             self._handoffs.start_claim(request, blocks.get_block_ids(), num_external_tokens)
             return
         if self._scheduler is not None and num_external_tokens:
@@ -345,7 +349,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             scheduler_output.preempted_req_ids or (),
         )
         return StepMetadata(
-            self._scheduler.plan_step(*step),
+            self._scheduler.plan_step(
+                *step, receiving=self._handoffs is not None and self._handoffs.receiving
+            ),
             None if self._handoffs is None else self._handoffs.plan_step(*step),
             self._scheduler.timed_step,
         )
