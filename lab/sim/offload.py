@@ -393,8 +393,8 @@ class OffloadEngine(Engine):
     def _find_saved(self, sequence: Sequence) -> int:
         """How many saved blocks can be loaded; a hub that is kept empty may have sent them below.
 
-        Then they are asked for. It may send them below again, but it loses none; only S3-FIFO does,
-        which lets blocks that came last and were not hit yet leave before older ones that were.
+        Then they are asked for. It may send them below again, but it loses none, unless its policy
+        keeps others rather (`_filtered`).
         """
         found = self._look_fresh(sequence)
         if found.below:
@@ -408,12 +408,15 @@ class OffloadEngine(Engine):
         return found.ready
 
     def _filtered(self, found: Found) -> bool:
-        """Whether the hub's own policy took a new block for one that is seen only once."""
+        """Whether the hub keeps older blocks rather than a new one that was not hit yet.
+
+        S3-FIFO does so for those that were hit, every policy for those with a higher priority.
+        """
         hub = self.world.books.hub
         assert hub is not None
-        if found.miss.reason is MissReason.REFUSED:
-            return True
-        return hub.policy.name == "s3fifo" and found.miss.reason is MissReason.EVICTED
+        if found.miss.reason is not MissReason.EVICTED:
+            return found.miss.reason is MissReason.REFUSED
+        return hub.policy.name == "s3fifo" or bool((hub.priority[hub.slot_of != NOWHERE] > 0).any())
 
     def _look_fresh(self, sequence: Sequence) -> Found:
         effects = self.world.send(ev.Lookup(keys=sequence.keys))

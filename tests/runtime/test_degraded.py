@@ -258,3 +258,69 @@ def test_memory_is_registered_no_more_before_it_is_given_back() -> None:
     assert hands.stores == (device, None)
     assert len(made) == 1
     assert arenas() <= before
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_a_tier_that_could_not_be_made_stays_off_after_a_sleep() -> None:
+    with penstock.open(config(), kv=np.zeros((8, 4, 3))) as cache:
+        before = cache.health().reasons
+
+        cache.sleep(host=True)
+        cache.wake()
+
+        assert cache.health().reasons == before
+        with cache.acquire(range(12)) as lease:
+            lease.commit(range(12))
+        cache.step()
+        assert not cache.busy
+        cache.audit()
+
+
+def test_a_tier_that_one_rank_lacks_stays_off_after_a_sleep(make_fleet: MakeFleet) -> None:
+    fleet: Fleet = make_fleet(ranks=2)
+    ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
+    owner = penstock.open_offload(fleet.config, ranks=ranks)
+
+    owner.sleep(host=True)
+    assert owner.health().reasons == ("tier host is off: the cache is asleep",)
+    owner.wake()
+
+    assert owner.health().reasons == ("tier host is off: rank 1: cannot pin",)
+    assert owner.save(fleet.keys(2), [0, 1], cause="save").operations == ()
+
+
+def test_a_tier_that_sleeps_is_not_woken_by_a_rank_that_comes_back(make_fleet: MakeFleet) -> None:
+    fleet: Fleet = make_fleet(ranks=2)
+    fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
+    fleet.settle()
+    fleet.owner.sleep(host=True)
+
+    fleet.owner.ranks.lose(1, "killed")
+    kept = fleet.ranks[1].facts.tiers
+    fleet.ranks[1] = fleet.open_rank(1)
+    fleet.owner.ranks.rejoin(msgspec.structs.replace(fleet.ranks[1].facts, tiers=kept))
+
+    assert fleet.owner.health().reasons == ("tier host is off: the cache is asleep",)
+    assert fleet.owner.lookup(fleet.keys(2)).ready == 0
+    fleet.owner.wake()
+    assert fleet.owner.health().ok
+    assert fleet.owner.lookup(fleet.keys(2)).ready == 0, "what slept was given back"
+
+
+def test_a_tier_that_was_mended_while_it_slept_is_empty_and_on(make_fleet: MakeFleet) -> None:
+    fleet: Fleet = make_fleet(ranks=2)
+    fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
+    fleet.settle()
+    whole = fleet.ranks[1].facts.tiers
+    fleet.owner.ranks.lose(1, "killed")
+    fleet.owner.ranks.rejoin(without(fleet.open_rank(1), "cannot pin"))
+
+    fleet.owner.sleep(host=True)
+    fleet.owner.wake()
+    fleet.owner.ranks.lose(1, "restarted by the operator")
+    fleet.ranks[1] = fleet.open_rank(1)
+    fleet.owner.ranks.rejoin(msgspec.structs.replace(fleet.ranks[1].facts, tiers=whole))
+
+    assert fleet.owner.health().ok
+    assert fleet.owner.lookup(fleet.keys(2)).ready == 0
+    fleet.owner.audit()

@@ -78,6 +78,10 @@ class RuntimeStorm(Storm):
         self._give_back("", None)
         if host:
             self._give_back(world.weather.settings.tiers[0].name, None)
+            for rank in sorted(world.ranks.lost):
+                self._come_back(rank)
+            if world.machine.is_tier_on(HUB):
+                raise SimulationError("reuse", "a tier came on whose memory was given back")
         world.facade.wake()
         world.call_owner()
 

@@ -97,6 +97,10 @@ class Driver:
         """What ranks are asked when a report of theirs did not come; `None` if none can be lost."""
         self.curves: SavedCurves | None = None
         """Where what the eviction policies learn is kept for the next process, if anywhere."""
+        self.unusable: dict[int, str] = {}
+        """Tiers that somebody cannot use, and why; those that sleep are not among them."""
+        self._sleeping: dict[int, str] = {}
+        """Tiers whose memory was given back, and why: they are off until the cache wakes."""
         self.ready_s: dict[str, float] = {}
         """How long it took until each tier below the device could be used, by its name."""
         self.copies = CopyLog(self.machine.tier_names)
@@ -274,14 +278,35 @@ class Driver:
 
     def switch_tier_off(self, tier: int, why: str) -> list[ef.Effect]:
         """A tier cannot be used; what ranks still copy there keeps its slots until they report."""
-        effects = self.handle(TierOff(tier=tier, fenced=False, why=why))
-        self._health.fail(f"tier {self._name(tier)} is off", why)
-        return effects
+        self.unusable[tier] = why
+        return self._switch_off(tier, why)
 
     def switch_tier_on(self, tier: int, *, kept: bool) -> list[ef.Effect]:
-        """A tier can be used again, with its bytes or without."""
+        """A tier can be used again, with its bytes or without; one that sleeps, when it wakes."""
+        self.unusable.pop(tier, None)
+        if tier in self._sleeping:
+            return self._switch_off(tier, self._sleeping[tier])
         effects = self.handle(TierOn(tier=tier, kept=kept))
         self._health.mend(f"tier {self._name(tier)} is off")
+        return effects
+
+    def let_tier_sleep(self, tier: int, why: str) -> list[ef.Effect]:
+        """The memory of a tier is about to be given back: it is off until `wake_tier`."""
+        self._sleeping[tier] = why
+        return self._switch_off(tier, why)
+
+    def wake_tier(self, tier: int) -> list[ef.Effect]:
+        """A tier that slept can be used again, and is empty; one that is unusable stays off."""
+        self._sleeping.pop(tier, None)
+        why = self.unusable.get(tier)
+        if why is None:
+            return self.switch_tier_on(tier, kept=False)
+        # It is empty when it comes on: whoever lacked its memory has none of its blocks.
+        return self._switch_off(tier, why)
+
+    def _switch_off(self, tier: int, why: str) -> list[ef.Effect]:
+        effects = self.handle(TierOff(tier=tier, fenced=False, why=why))
+        self._health.fail(f"tier {self._name(tier)} is off", why)
         return effects
 
     def drain(self) -> list[ef.Effect]:

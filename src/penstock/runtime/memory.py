@@ -253,7 +253,7 @@ class CacheMemory:
         if machine.manages_device:
             self._deliver(self._driver.handle(EmptyDevice(why=ASLEEP)))
         if host and not self._host_asleep and len(machine.tier_names) > HUB:
-            self._deliver(self._driver.switch_tier_off(HUB, ASLEEP))
+            self._deliver(self._driver.let_tier_sleep(HUB, ASLEEP))
             self._host_asleep = True
         self.asleep = True
         if executor is not None:
@@ -262,7 +262,7 @@ class CacheMemory:
                 executor.give_back(HUB)
 
     def wake(self) -> None:
-        """The cache can be used again; a hub that slept is empty.
+        """The cache can be used again; a hub that slept is empty, or off if a rank has none.
 
         Raises:
             UnavailableError: there is no memory for it.
@@ -271,7 +271,7 @@ class CacheMemory:
             return
         links = self._driver.links
         try:
-            if self._host_asleep:
+            if self._host_asleep and HUB not in self._driver.unusable:
                 name = self._driver.machine.tier_names[HUB]
                 slots = self._driver.machine.tier_sizes()[name]
                 require_room(tier_size(slots, *self._block), read_text, setting=f"tier {name}")
@@ -280,6 +280,6 @@ class CacheMemory:
         except (ConfigError, UnavailableError) as error:
             raise UnavailableError(f"the cache cannot wake: {error}") from error
         if self._host_asleep:
-            self._deliver(self._driver.switch_tier_on(HUB, kept=False))
+            self._deliver(self._driver.wake_tier(HUB))
             self._host_asleep = False
         self.asleep = False
