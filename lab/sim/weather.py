@@ -69,6 +69,8 @@ class StoreWeather:
     """Per step of the engine: a disk is full for a while."""
     neighbour: float
     """Per step of the engine: another one reads from a store, or writes to it."""
+    late_s: float = 0.0
+    """How long after its engine the process is started for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ class Weather:
 
 def draw_weather(rng: Random) -> Weather:
     """The weather of one seed."""
-    own = _branch(rng).getrandbits(64)
+    own = branch(rng).getrandbits(64)
     drawn = Random(own ^ _STORE_DRAWS)
     weather = _draw_memory(Random(own ^ _MEMORY_DRAWS), _draw_without_stores(rng))
     if weather.healthy or len(weather.settings.tiers) < 2 or drawn.random() < 0.5:
@@ -187,7 +189,7 @@ def _draw_without_stores(rng: Random) -> Weather:
     healthy = plenty is not Plenty.NOWHERE
     blocks_max = rng.randint(3, 7)
     settings = _draw_settings(rng, plenty, managed=managed, blocks_max=blocks_max)
-    gate = _branch(rng)
+    gate = branch(rng)
     gated = not healthy and gate.random() < 0.35
     if gated:
         settings = _with_gate(gate, settings)
@@ -238,12 +240,12 @@ def _draw_without_stores(rng: Random) -> Weather:
     )
 
 
-def _branch(rng: Random) -> Random:
+def branch(rng: Random) -> Random:
     """Draws of its own from here on: worlds of old seeds stay what they were without them."""
-    branch = Random()
-    branch.setstate(rng.getstate())
-    branch.random()
-    return branch
+    drawn = Random()
+    drawn.setstate(rng.getstate())
+    drawn.random()
+    return drawn
 
 
 def _with_gate(rng: Random, settings: CacheSettings) -> CacheSettings:

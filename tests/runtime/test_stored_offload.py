@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,23 +53,19 @@ def test_what_one_engine_saved_the_next_one_prefetches_and_loads(tmp_path: Path)
 def test_without_a_supervisor_the_disk_is_off_and_the_rest_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> NoReturn:
-        raise penstock.UnavailableError("no supervisor: too many processes")
-
-    monkeypatch.setattr("penstock.supervisor.client.Supervisor.start", fail)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
     kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
     with penstock.open_offload(penstock.parse_config(toml), kv=kv) as offload:
         offload.save(KEYS, range(6), cause="first")
         run_until(offload, lambda: not offload.busy)
         (reason,) = offload.health().reasons
+        status = offload.store_status()
 
         assert offload.lookup(KEYS).ready == 6
-        assert not offload.persists
-        assert offload.store_status() is None
-        assert (
-            "tier disk is off: no store process can be started: no supervisor: too many" in reason
-        )
+        assert status is not None
+        assert status.failed
+        assert "tier disk is off: no supervisor: '/nowhere/python' cannot be started" in reason
 
 
 def test_the_store_says_whether_it_has_settled_and_what_it_has(tmp_path: Path) -> None:

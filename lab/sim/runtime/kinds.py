@@ -52,6 +52,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "store is slow",
     "store is stopped",
     "store loses power",
+    "store starts late",
     "tier resized",
 )
 

@@ -5,6 +5,7 @@ format. Simulated: sockets, the disk below the tiers, the lives of the process, 
 
 | trouble      | what happens                                                                  |
 |--------------|-------------------------------------------------------------------------------|
+| late         | it is started some time after its engine                                      |
 | killed       | the process is gone, perhaps in a call of a tier; another one is started       |
 | power lost   | the same, and any part of what was not synced is gone                          |
 | stopped      | it does nothing for a while; answers come late, perhaps after a minute         |
@@ -359,7 +360,11 @@ class Stores:
         self._watchers: list[Callable[[], None]] = []
         self._pids = 0
         self.process: StoreProcess | None = None
-        self.start()
+        if weather.late_s:
+            world.note("store starts late")
+            world.after(weather.late_s, self.start)
+        else:
+            self.start()
 
     # ---------------------------------------------------------------- for clients
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lab.sim.weather import draw_weather
+from lab.sim.weather import branch, draw_weather
 from penstock.cache.settings import WriteKind, WritePolicy
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Ways:
 def _with_a_busy_store(rng: Random, weather: Weather, store: StoreWeather) -> Weather:
     """The same weather where a store has more to do, and is there more often."""
     through = WritePolicy(kind=WriteKind.WRITE_THROUGH)
+    late = branch(rng)
     tiers = tuple(
         replace(tier, write=through) if rng.random() < 0.6 else tier
         for tier in weather.settings.tiers
@@ -71,7 +72,12 @@ def _with_a_busy_store(rng: Random, weather: Weather, store: StoreWeather) -> We
         event_budget=2 * weather.event_budget,
         prefetch=max(weather.prefetch, rng.choice((0.0, 0.5, 0.9))),
         alphabet=rng.choice((1, 2, 3)),
-        store=replace(store, death=store.death / 3, full=store.full / 8),
+        store=replace(
+            store,
+            death=store.death / 3,
+            full=store.full / 8,
+            late_s=late.choice((0.0, 0.0, 0.5, 4.0)) * weather.settings.operation_timeout_s,
+        ),
     )
 
 

@@ -148,11 +148,7 @@ class RelayProcess:
             environment=ENVIRONMENT,
             stop_s=STOP_S,
         )
-        try:
-            self._process = EmbeddedProcess(spec)
-        except UnavailableError:
-            self._give_up_sockets()
-            raise
+        self._process = EmbeddedProcess(spec)
         for fd in (self._listener.fileno(), self._process.descriptor):
             self._epoll.register(fd, select.EPOLLIN)
         self._wait_started(time.monotonic() + START_S)

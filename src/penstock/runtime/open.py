@@ -304,17 +304,14 @@ def _stored_tiers(
     tiers = {
         index: tier.name for index, tier in enumerate(config.cache.tiers, start=HUB) if tier.stored
     }
-    try:
-        link = StoreLink(
-            store,
-            life=incarnation,
-            space=space_name(config),
-            arenas=[facts.tiers[0].memory for facts in in_order],
-            tiers=tiers,
-            embedded=True,
-        )
-    except UnavailableError as error:
-        return None, dict.fromkeys(tiers, f"no store process can be started: {error}")
+    link = StoreLink(
+        store,
+        life=incarnation,
+        space=space_name(config),
+        arenas=[facts.tiers[0].memory for facts in in_order],
+        tiers=tiers,
+        embedded=True,
+    )
     asked = {
         index: float(kind.options["ask_ms"]) / 1000
         for index, kind in enumerate(config.tier_kinds, start=HUB)

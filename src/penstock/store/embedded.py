@@ -27,11 +27,7 @@ STOP_S = 10.0
 
 
 class EmbeddedStore(EmbeddedProcess):
-    """The store process of one engine. It belongs to one thread.
-
-    Raises:
-        UnavailableError: no supervisor can be started.
-    """
+    """The store process of one engine. It belongs to one thread."""
 
     def __init__(self, config: StoreConfig, module: str) -> None:
         self._folder = Path(config.socket).parent

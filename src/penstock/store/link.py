@@ -209,7 +209,7 @@ class StoreLink:
         module: str = MODULE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts the process if it is to be `embedded`; the rest happens in `collect`.
+        """Prepares the process if it is to be `embedded`; the rest happens in `collect`.
 
         Args:
             config: What the store process serves, and where.
@@ -221,9 +221,6 @@ class StoreLink:
             embedded: Whether to start the process where nobody listens. It ends with this link.
             module: What an embedded process runs.
             clock: Monotonic; for tests.
-
-        Raises:
-            UnavailableError: it is embedded, and no supervisor can be started.
         """
         self._clock = clock
         self._hello = OwnerHello(life, space, list(arenas), list(tiers.values()))

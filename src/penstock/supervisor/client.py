@@ -80,6 +80,8 @@ class Supervisor:
         self._stop_s: dict[str, float] = {}
         self._begun: dict[int, str] = {}
         """Processes that were asked for without waiting, by the number of the request."""
+        self.has_begun = False
+        """Whether it has said that it takes requests, as far as a call has noticed."""
 
     @classmethod
     def start(cls, *, deadline: float | None = None) -> Self:
@@ -94,6 +96,7 @@ class Supervisor:
         supervisor = cls(link, pid)
         answer = link.receive(deadline)
         if isinstance(answer, Received) and isinstance(answer.message, SupervisorReady):
+            supervisor.has_begun = True
             return supervisor
         problem = (
             answer.cause if isinstance(answer, ChannelFailed) else "it did not say that it is ready"
@@ -324,6 +327,7 @@ class Supervisor:
                 self._events.add(ProcessExited(name=name, pid=None, problem=message.problem))
             return
         if isinstance(message, SupervisorReady):
+            self.has_begun = True
             return
         self._events.add(message)
         if isinstance(message, ProcessExited) and message.restart_at is None:

@@ -1,19 +1,22 @@
 """A process that this one starts for itself, under a supervisor of its own.
 
 The process is started again when it has ended, with a growing pause until one has worked; so is a
-supervisor that was lost, whose processes the kernel has killed. The one rule: nothing here waits
-after it was made. A new supervisor is asked for its process before it has said that it is ready.
+supervisor that cannot be started, does not answer, or was lost, whose processes the kernel has
+killed. The one rule: nothing here waits, and nothing is given up. A supervisor is asked for its
+process before it has said that it is ready.
 """
 
 from __future__ import annotations
 
 import logging
 import select
+import time
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
+from penstock.supervisor.spec import READY_S
 from penstock.transport.base import ChannelFailed
 
 if TYPE_CHECKING:
@@ -21,8 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_S = 10.0
-"""Within this time a process that was asked for runs; then it is asked for again."""
+ANSWER_S = READY_S + 15.0
+ANSWER_MAX_S = 8 * ANSWER_S
+"""Within this time a supervisor starts, and says what became of a process that was asked for, which
+has `READY_S` to run; then another supervisor is asked. Doubled each time: a machine may be that
+busy."""
 RESTART_S = 0.1
 RESTART_MAX_S = 30.0
 """Before a process that has ended is started again; doubled each time, until one has worked."""
@@ -33,26 +39,27 @@ class EmbeddedProcess:
 
     Args:
         spec: the process. Its name is what messages call it.
-
-    Raises:
-        UnavailableError: no supervisor can be started.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._spec = spec
-        self._supervisor = Supervisor.start()
+        self._supervisor: Supervisor | None = None
+        """`None` while there is none: it was lost, or cannot be started."""
         self._epoll = select.epoll()
-        self._epoll.register(self._supervisor.descriptor, select.EPOLLIN)
         self._asked_at: float | None = None
-        """When a process was asked for that has not ended."""
+        """When a process was asked for of which nothing was heard since."""
         self._start_at = 0.0
         """When the next process may be asked for."""
         self._pause_s = RESTART_S
+        self._answer_s = ANSWER_S
         self._runs = False
-        self._lost = False
-        """Whether the supervisor is lost."""
         self.why = ""
         """Why there is none."""
+        # It takes a while to start, and the first process is asked for soon.
+        try:
+            self._take_supervisor(Supervisor.begin())
+        except UnavailableError as error:
+            self._note(str(error))
 
     @property
     def descriptor(self) -> int:
@@ -61,48 +68,61 @@ class EmbeddedProcess:
 
     def start(self, now: float) -> None:
         """Starts the process, unless it runs or was asked for."""
-        asked = self._asked_at is not None and now < self._asked_at + START_S
-        if self._runs or asked or now < self._start_at:
+        if self._asked_at is not None and now >= self._asked_at + self._answer_s:
+            self._note(f"the supervisor has not answered for {self._answer_s:g} s")
+            self._answer_s = min(2 * self._answer_s, ANSWER_MAX_S)
+            self._drop_supervisor(time.monotonic())
+        if self._runs or self._asked_at is not None or now < self._start_at:
             return
         self._start_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
         try:
-            if self._lost:
-                self._replace_supervisor(now)
+            if self._supervisor is None:
+                self._take_supervisor(Supervisor.begin())
+            assert self._supervisor is not None
             self._supervisor.begin_process(self._spec)
         except UnavailableError as error:
             self._note(str(error))
         else:
             self._asked_at = now
 
-    def _replace_supervisor(self, now: float) -> None:
-        replacement = Supervisor.begin()
-        self._supervisor.close(deadline=now)
-        self._supervisor = replacement
-        self._epoll.register(replacement.descriptor, select.EPOLLIN)
-        self._lost = False
+    def _take_supervisor(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._epoll.register(supervisor.descriptor, select.EPOLLIN)
+
+    def _drop_supervisor(self, deadline: float) -> None:
+        """Ends the supervisor, and with it the process if there is one."""
+        supervisor, self._supervisor = self._supervisor, None
+        self._runs = False
+        self._asked_at = None
+        if supervisor is None:
+            return
+        self._epoll.unregister(supervisor.descriptor)
+        supervisor.look()
+        # One that has not begun yet has nothing to end in order.
+        supervisor.close(deadline=deadline if supervisor.has_begun else time.monotonic())
 
     def note_success(self) -> None:
         """A process works: the next pause is a short one."""
         self._pause_s = RESTART_S
+        self._answer_s = ANSWER_S
+        self.why = ""
 
     def poll(self) -> None:
         """Takes what the supervisor reports."""
-        if self._lost:
+        if self._supervisor is None:
             return
         for event in self._supervisor.events():
             match event:
                 case ProcessStarted():
                     self._runs = True
+                    self._asked_at = None
                 case ProcessExited():
                     self._runs = False
                     self._asked_at = None
                     self._note(self._why_ended(event))
                 case ChannelFailed():
-                    self._runs = False
-                    self._asked_at = None
-                    self._lost = True
-                    self._epoll.unregister(self._supervisor.descriptor)
+                    self._drop_supervisor(time.monotonic())
                     self._note(f"the {self._spec.name} process cannot be started: {event.cause}")
                 case _:
                     pass
@@ -121,5 +141,5 @@ class EmbeddedProcess:
             logger.warning("embedded %s: %s", self._spec.name, why)
 
     def close(self, deadline: float) -> None:
-        self._supervisor.close(deadline=deadline)
+        self._drop_supervisor(deadline)
         self._epoll.close()

@@ -1,0 +1,94 @@
+"""A store process, or the supervisor that starts it, that comes late: the disk comes on with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.runtime.stored_engine import Engine, on_disk, prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Engine]:
+    return lambda **given: Engine(tmp_path / "disk", **given)
+
+
+@pytest.fixture
+def let_supervisors_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], object]]:
+    """Supervisors of this test do not begin before this is called."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'penstock.supervisor' in sys.orig_argv:\n"
+        f"    open({str(gate)!r}, 'rb', buffering=0).read(1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    opener = os.open(gate, os.O_RDWR)
+    yield lambda: os.write(opener, bytes(64))
+    os.close(opener)
+
+
+def test_a_cache_is_opened_at_once_and_its_disk_comes_on_with_a_supervisor_that_is_late(
+    opened: Callable[..., Engine], let_supervisors_begin: Callable[[], object]
+) -> None:
+    with opened() as engine:
+        engine.cache.step()
+        assert engine.cache.health().reasons == ("tier disk is off: the store process is starting",)
+        assert engine.answer(prompt(1)) == 0
+
+        let_supervisors_begin()
+
+        engine.wait_until_on()
+        engine.save(prompt(2))
+        engine.run_until(lambda: on_disk(engine) >= 8)
+
+
+def test_a_disk_comes_on_although_no_supervisor_could_be_started_at_first(
+    opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with opened() as engine:
+        engine.run_until(lambda: "cannot be started: No such" in engine.cache.health().reasons[0])
+        monkeypatch.undo()
+
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.run_until(lambda: on_disk(engine) == 8)
+
+
+def test_a_supervisor_that_never_answers_is_replaced(
+    opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import signal; signal.pause()")
+    monkeypatch.setattr("penstock.supervisor.embedded.ANSWER_S", 0.2)
+    with monkeypatch.context() as late:
+        late.setenv("PYTHONPATH", str(tmp_path))
+        engine = opened()
+    with engine:
+        engine.cache.step()  # Asks the one that hangs; the next one begins as usual.
+
+        engine.wait_until_on()
+
+
+def test_a_cache_whose_supervisor_has_not_begun_is_closed_at_once(
+    opened: Callable[..., Engine],
+    let_supervisors_begin: Callable[[], object],  # noqa: ARG001
+) -> None:
+    with opened() as engine:
+        engine.cache.step()
+        began = time.monotonic()
+
+        engine.cache.close()
+
+        assert time.monotonic() - began < 10  # And not the 15 s that a store process may take.
