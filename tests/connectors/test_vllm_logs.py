@@ -40,8 +40,8 @@ def test_a_degraded_tier_is_logged_once_in_the_log_of_vllm(kept: Kept) -> None:
     log_into_vllm()
     health = HealthLog()
 
-    health.fail("tier host is off", "its memory cannot be pinned")
-    health.fail("tier host is off", "its memory cannot be pinned")
+    health.fail("tier host", "is off", "its memory cannot be pinned")
+    health.fail("tier host", "is off", "its memory cannot be pinned")
 
     said = "WARNING Penstock: degraded: tier host is off cause=its memory cannot be pinned"
     assert kept.lines == [said]

@@ -90,9 +90,10 @@ def make_checkpoint(folder: Path, *, positions: int = 512) -> None:
 class Running:
     """A `penstock serve` process."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: str, ready_line: str = "") -> None:
         self.process = process
         self.address = address
+        self.ready_line = ready_line
         self.client = httpx.Client(base_url=address, timeout=SOON_S, limits=ONE_EACH)
 
     def complete(self, prompt: str | list[int], **wishes: Any) -> Any:
@@ -182,21 +183,22 @@ def serve_command(*options: str) -> Iterator[subprocess.Popen[str]]:
 @contextmanager
 def serving(folder: Path, *options: str, wait: bool = True) -> Iterator[Running]:
     with serve_command("--model", str(folder), "--port", "0", *options) as process:
-        running = Running(process, _address(process) if wait else "http://127.0.0.1:1")
+        line = _ready_line(process) if wait else " at http://127.0.0.1:1/v1"
+        running = Running(process, line.partition(" at ")[2].split("/v1")[0], line)
         try:
             yield running
         finally:
             running.client.close()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _ready_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     assert poll.poll(READY_S * 1000), "the server did not say that it is ready"
     line = process.stdout.readline()
     assert line.startswith("penstock: ready: "), line
-    return line.partition(" at ")[2].split("/v1")[0]
+    return line
 
 
 def eventually(ask: Any, wanted: Any, *, within_s: float = SOON_S) -> None:

@@ -41,9 +41,26 @@ def test_a_prompt_that_comes_as_soon_as_the_server_is_ready_is_kept(
 ) -> None:
     options = (*SIZES, "--disk", str(tmp_path / "disk"), "--disk-gib", "0.05")
     with serving(model_folder, *options) as running:
+        assert "→ disk 0.05 GiB on)" in running.ready_line
         running.complete(PROMPT, max_tokens=4)
 
         eventually(lambda: disk_of(running)["ready"] > 4, wanted=True, within_s=SOON_S)
+
+
+def test_a_folder_that_cannot_be_used_is_not_called_ready(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").symlink_to(tmp_path / "nowhere")
+    options = (*SIZES, "--disk", str(tmp_path / "disk"), "--disk-gib", "0.05")
+    with serving(model_folder, *options) as running:
+        why = f"folder {tmp_path / 'disk'} cannot be used: File exists"
+
+        assert f"→ disk 0.05 GiB off: {why})" in running.ready_line
+        assert disk_of(running)["why_off"] == why
+        health = running.client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "degraded"
+        assert health.json()["why"] == [f"instance-0: tier disk is off: {why}"]
 
 
 def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_the_disk(

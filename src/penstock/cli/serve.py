@@ -17,6 +17,8 @@ from penstock.cli.conventions import ConfigOption
 from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import UnavailableError, install_hint
 from penstock.observe import logs
+from penstock.store.base import OPENING
+from penstock.store.embedded import STARTING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-    from penstock.config import Config
+    from penstock.cache.settings import TierSettings
+    from penstock.config import Config, TierKind
     from penstock.serve.plan import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -325,7 +328,9 @@ class StartProgress:
     def waiting(self, address: str, router: str) -> None:
         print(f"penstock: router at {api_at(address)}, waits for instances at {router}", flush=True)
 
-    def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
+    def ready(
+        self, address: str, ready_s: Sequence[float] = (), tiers_off: Sequence[str] = ()
+    ) -> None:
         self._stop()
         config = self._config
         if config.engine is not None and config.engine.role == "router":
@@ -336,14 +341,11 @@ class StartProgress:
         tiers = [
             f"{config.cache.device.slot_count} device blocks of {config.cache.block_tokens} tokens"
         ]
-        taken_s = [*ready_s[1:], *(0.0 for _ in config.cache.tiers)]  # The device comes first.
-        for tier, kind, each_s in zip(config.cache.tiers, config.tier_kinds, taken_s, strict=False):
-            if kind.name in SHARED_KINDS:
-                # How much it holds, only the store knows.
-                tiers.append(f"{tier.name} ({kind.name})")
-                continue
-            size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
-            tiers.append(f"{tier.name} {size} ready in {each_s:.2f} s")
+        # The device comes first.
+        taken_s = [*ready_s[1:], *(0.0 for _ in config.cache.tiers)]
+        off = [*tiers_off[1:], *("" for _ in config.cache.tiers)]
+        below = zip(config.cache.tiers, config.tier_kinds, taken_s, off, strict=False)
+        tiers += [_described(*each) for each in below]
         print(
             f"penstock: ready: {config.model.name} at {api_at(address)} "
             f"({_who(config)}; {' → '.join(tiers)})",
@@ -362,6 +364,18 @@ class StartProgress:
     def _stop(self) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _described(tier: TierSettings, kind: TierKind, ready_s: float, why_off: str) -> str:
+    """A tier in the line that says that requests are accepted: what it is, and whether it is on."""
+    size = f" {kind.gib:g} GiB" if kind.gib else f" {tier.slot_count} blocks"
+    if kind.name in SHARED_KINDS:
+        size = f" ({kind.name})"  # How much it holds, only the store knows.
+    if why_off in (STARTING, OPENING):
+        return f"{tier.name}{size} starting"
+    if why_off:
+        return f"{tier.name}{size} off: {why_off}"
+    return f"{tier.name}{size} on" if tier.stored else f"{tier.name}{size} ready in {ready_s:.2f} s"
 
 
 def _bars() -> rich.progress.Progress:

@@ -126,6 +126,8 @@ class Instance:
         self._channel = channel
         self._outbox = ServerOutbox(channel)
         self._orders = Orders(engine, architecture, send=self._send, on_weights=self._note_weights)
+        self._reasons_sent: tuple[str, ...] = ()
+        """What the server knows to be wrong with the cache."""
         self._changes_sent = 0
         """The number of the last KV event that the server was sent."""
         self._drained_by = math.inf
@@ -139,6 +141,7 @@ class Instance:
 
     def send_ready(self, model: str) -> None:
         """Announces the instance; the server sends requests from now on."""
+        tiers = self._engine.cache.statistics().tiers
         self._outbox.put(
             ms.InstanceReady(
                 model=model,
@@ -146,12 +149,21 @@ class Instance:
                 stop_tokens=list(self._architecture.stop_tokens),
                 config=self._spec.config,
                 tiers=self._tiers,
-                ready_s=[tier.ready_s or 0.0 for tier in self._engine.cache.statistics().tiers],
+                ready_s=[tier.ready_s or 0.0 for tier in tiers],
+                tiers_off=[tier.why_off for tier in tiers],
                 role=self._spec.role.value,
                 engine=self._place(),
             )
         )
+        self._reasons_sent = ()
+        self._send_health()
         self._send_cached_blocks()
+
+    def _send_health(self) -> None:
+        reasons = self._engine.cache.health().reasons
+        if reasons != self._reasons_sent:
+            self._reasons_sent = reasons
+            self._outbox.put(ms.HealthChanged(reasons=list(reasons)))
 
     def _place(self) -> EngineSpec | None:
         """How other instances reach this one for handoffs."""
@@ -187,6 +199,7 @@ class Instance:
                 )
             self._orders.step()
             self._send_cache_changes()
+            self._send_health()
             if self._outbox.flush():
                 due = min(self._drained_by, self._orders.next_deadline)
                 self._wait(stop, min(time.monotonic() + IDLE_S, due))

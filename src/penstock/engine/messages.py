@@ -262,6 +262,8 @@ class InstanceReady(InstanceMessage, frozen=True, kw_only=True):
     """Names of the tiers, device first."""
     ready_s: list[float] = []
     """How long it took to prepare the memory of each tier; 0 for the device."""
+    tiers_off: list[str] = []
+    """Why each tier cannot be used; empty for one that can."""
     role: RoleName = "both"
     engine: EngineSpec | None = None
     """How other instances reach it for handoffs; `None`: it takes part in none."""
@@ -321,6 +323,12 @@ class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
     events: list[BlocksStored | BlocksRemoved | AllCleared]
 
 
+class HealthChanged(InstanceMessage, frozen=True, kw_only=True):
+    """What is lost or off in the instance's cache now, and why; empty if nothing is."""
+
+    reasons: list[str]
+
+
 class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
     """The answer to `Ask` or to an order, as JSON."""
 
@@ -353,6 +361,7 @@ FromInstance = (
     | Leaving
     | PairFailed
     | CacheChanged
+    | HealthChanged
     | AskAnswer
 )
 

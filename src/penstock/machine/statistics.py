@@ -36,6 +36,7 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     on: bool
+    why_off: str = ""
     slots: int
     free: int
     filling: int

@@ -158,7 +158,7 @@ class BaseCache:
             return self._driver.health
         self._access.require()
         if self._supervisor is not None and (lost := self._supervisor.look()) is not None:
-            self._driver.fail_health("the supervisor is lost", lost.cause)
+            self._driver.lose_supervisor(lost.cause)
         return self._driver.health
 
     def supervised_by(self, supervisor: Supervises) -> None:

@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 _WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
 """What is worth waiting for at the end: it keeps blocks that would be lost."""
-STUCK = "the device is stuck"
 FENCE_S = 1.0
 """How long a close waits for ranks elsewhere to say that they have stopped: a few steps of theirs.
 One that has not answered by then fences its own slots before it gives them back."""
@@ -121,9 +120,9 @@ class Driver:
         ended = "the cache is closed" if self.access.closed else self.access.broken
         return health.and_also(ended) if ended else health
 
-    def fail_health(self, thing: str, why: str) -> None:
-        """Notes that something the cache depends on is lost; it is logged once."""
-        self._health.fail(thing, why)
+    def lose_supervisor(self, why: str) -> None:
+        """Notes that the supervisor of the cache's processes is lost; it is logged once."""
+        self._health.fail("the supervisor", "is lost", why)
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes; what the machine cannot know is added."""
@@ -135,7 +134,10 @@ class Driver:
             reports_lost=0 if self.missing_reports is None else self.missing_reports.reports_lost,
             tiers=tuple(
                 msgspec.structs.replace(
-                    tier, ready_s=self.ready_s.get(tier.name), store=stored.get(tier.name)
+                    tier,
+                    why_off=self._health.why(f"tier {tier.name}"),
+                    ready_s=self.ready_s.get(tier.name),
+                    store=stored.get(tier.name),
                 )
                 for tier in found.tiers
             ),
@@ -261,19 +263,22 @@ class Driver:
         try:
             return self.links.wait(deadline, descriptors=descriptors)
         except UnavailableError as error:
-            self._health.fail(STUCK, str(error))
+            self._note_stuck(error)
             raise
+
+    def _note_stuck(self, error: UnavailableError) -> None:
+        self._health.fail("the device", "is stuck", str(error))
 
     def lose_rank(self, rank: int, why: str) -> list[ef.Effect]:
         """A rank is dead: what it had to do has failed, and device blocks are gone."""
         effects = self.handle(RankLost(rank=rank))
-        self._health.fail(f"rank {rank} is lost", why)
+        self._health.fail(f"rank {rank}", "is lost", why)
         return effects
 
     def regain_rank(self, rank: int) -> list[ef.Effect]:
         """A rank is there again, with empty device memory."""
         effects = self.handle(RankBack(rank=rank))
-        self._health.mend(f"rank {rank} is lost")
+        self._health.mend(f"rank {rank}", "is back")
         return effects
 
     def switch_tier_off(self, tier: int, why: str) -> list[ef.Effect]:
@@ -287,7 +292,7 @@ class Driver:
         if tier in self._sleeping:
             return self._switch_off(tier, self._sleeping[tier])
         effects = self.handle(TierOn(tier=tier, kept=kept))
-        self._health.mend(f"tier {self._name(tier)} is off")
+        self._health.mend(f"tier {self._name(tier)}", "is on")
         return effects
 
     def let_tier_sleep(self, tier: int, why: str) -> list[ef.Effect]:
@@ -306,7 +311,9 @@ class Driver:
 
     def _switch_off(self, tier: int, why: str) -> list[ef.Effect]:
         effects = self.handle(TierOff(tier=tier, fenced=False, why=why))
-        self._health.fail(f"tier {self._name(tier)} is off", why)
+        starts = self.stored is not None and tier in self.stored.starting
+        note = self._health.start if starts else self._health.fail
+        note(f"tier {self._name(tier)}", "is off", why)
         return effects
 
     def drain(self) -> list[ef.Effect]:
@@ -344,7 +351,7 @@ class Driver:
             self.links.release()
         except UnavailableError as error:
             # Its memory stays: the device may still write to it.
-            self._health.fail(STUCK, str(error))
+            self._note_stuck(error)
         self._closed = drained
         return drained
 
@@ -418,7 +425,7 @@ class Driver:
         effects: list[ef.Effect] = []
         for report in self.links.collect(budget_bytes=budget_bytes):
             if isinstance(report, CopyReport):
-                self._health.mend(STUCK)
+                self._health.mend("the device", "answers again")
             effects += self._take_report(self._checked(report))
         if self.stored is not None:
             effects += self._exchange_with_store(self.stored)
@@ -431,7 +438,7 @@ class Driver:
             match event:
                 case CopyReport():
                     effects += self._take_report(event)
-                case TierOff(tier=tier, why=why):
+                case TierOff(tier=tier, why=why) if not stored.is_on(tier):
                     effects += self.switch_tier_off(tier, why)
                 case TierOn(tier=tier, kept=kept):
                     effects += self.switch_tier_on(tier, kept=kept)
@@ -450,11 +457,12 @@ class Driver:
         """Says which resets would be lost with this process, because a store is away."""
         unconfirmed = stored.unconfirmed_resets
         for tier in stored.tiers:
-            thing = f"reset of tier {self._name(tier)} is not kept yet"
+            thing = f"reset of tier {self._name(tier)}"
             if tier not in unconfirmed:
-                self._health.mend(thing)
+                self._health.mend(thing, "is kept")
             elif not stored.is_on(tier):
-                self._health.fail(thing, "its blocks are found again if this process ends now")
+                why = "its blocks are found again if this process ends now"
+                self._health.fail(thing, "is not kept yet", why)
 
     def _take_report(self, report: CopyReport | LostRank) -> list[ef.Effect]:
         if isinstance(report, CopyReport):

@@ -1,14 +1,15 @@
 """What a cache can report of itself: its health, its last copies, and how it was closed.
 
 A cache that lost a rank or a tier goes on: requests are computed, what is left is used. Each
-reason is logged once when it appears and once when it is gone.
+reason is logged once when it appears and once when it is gone. A tier that starts is not well yet,
+but nothing has gone wrong: that is no warning.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -34,27 +35,57 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         return Health(ok=False, reasons=(*self.reasons, reason))
 
 
+class _Trouble(NamedTuple):
+    """What is wrong with a thing."""
+
+    state: str
+    why: str
+    logged: str
+    """The reason that was logged last; empty if the thing only starts."""
+
+
 class HealthLog:
-    """What is wrong now, by the thing that it is wrong with."""
+    """What is wrong now, by the thing that it is wrong with: "tier disk", for instance."""
 
     def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
+        self._troubles: dict[str, _Trouble] = {}
 
     @property
     def health(self) -> Health:
         """The state now, with all reasons."""
-        reasons = tuple(f"{thing}: {why}" for thing, why in self._reasons.items())
+        reasons = tuple(
+            f"{thing} {trouble.state}: {trouble.why}" for thing, trouble in self._troubles.items()
+        )
         return Health(ok=not reasons, reasons=reasons)
 
-    def fail(self, thing: str, why: str) -> None:
-        """Something is lost or off; a reason that is known already is not logged again."""
-        if self._reasons.get(thing) != why:
-            logger.warning("degraded: %s cause=%s", thing, why)
-            self._reasons[thing] = why
+    def why(self, thing: str) -> str:
+        """What is wrong with a thing; empty if nothing is."""
+        trouble = self._troubles.get(thing)
+        return "" if trouble is None else trouble.why
 
-    def mend(self, thing: str) -> None:
-        if self._reasons.pop(thing, None) is not None:
-            logger.warning("recovered: %s", thing)
+    def fail(self, thing: str, state: str, why: str) -> None:
+        """A thing is lost or off; a reason that was logged already is not logged again."""
+        before = self._troubles.get(thing)
+        if before is None or before.logged != why:
+            logger.warning("degraded: %s %s cause=%s", thing, state, why)
+        self._troubles[thing] = _Trouble(state, why, why)
+
+    def start(self, thing: str, state: str, why: str) -> None:
+        """A thing is not there yet; what it waits for is logged once."""
+        before = self._troubles.get(thing)
+        if before is None:
+            logger.info("starting: %s cause=%s", thing, why)
+        self._troubles[thing] = _Trouble(state, why, "" if before is None else before.logged)
+
+    def mend(self, thing: str, state: str) -> None:
+        """Nothing is wrong with a thing any more: what its state is now."""
+        before = self._troubles.pop(thing, None)
+        if before is None:
+            return
+        if before.logged:
+            logger.warning("recovered: %s %s", thing, state)
+        else:
+            logger.info("%s %s", thing, state)
 
 
 COPIES_KEPT = 4096

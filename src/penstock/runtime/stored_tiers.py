@@ -185,6 +185,8 @@ class StoredTiers:
         self._on = dict.fromkeys(self.tiers, False)
         self._off = ""
         """Why the tiers are off, whatever the store says."""
+        self.starting = set(self.tiers)
+        """Those that are off only because a process, a session or a tier begins."""
         self.resizes: dict[int, str | None] = {}
         """What came of the last change of each tier's size: `None` as long as it is under way,
         else why it cannot be, or nothing."""
@@ -324,6 +326,7 @@ class StoredTiers:
         """
         self._off = "" if config.persists else f"model.weights_version {NOT_PERSISTED}"
         space = space_name(config) if config.persists else secrets.token_bytes(DIGEST_BYTES)
+        self._on = dict.fromkeys(self.tiers, False)
         self.link.enter_space(space)
 
     def dispatch(self) -> None:
@@ -363,7 +366,7 @@ class StoredTiers:
                 self.states[result.tier] = result
                 yield from self._switch(result.tier)
             case StoreLost():
-                yield from chain(*(self._switch_off(tier, result.why) for tier in self.tiers))
+                yield from chain(*(self._lose(tier, result) for tier in self.tiers))
             case StoreBack():
                 yield from chain(*map(self._switch, self.tiers))
 
@@ -429,7 +432,8 @@ class StoredTiers:
             yield from self._switch_off(tier, self._off)
             return
         if not state.state.on:
-            yield from self._switch_off(tier, state.state.why)
+            starts = state.state.why == OPENING
+            yield from self._switch_off(tier, state.state.why, starts=starts)
             return
         # It is on from the first page on: who waits for it finds what was stored last.
         is_asked = tier in self._asked and self._on[tier]
@@ -440,7 +444,15 @@ class StoredTiers:
         self._paging.add(tier)
         self.link.request_page(tier)
 
-    def _switch_off(self, tier: int, why: str) -> Iterator[Event]:
+    def _lose(self, tier: int, lost: StoreLost) -> Iterator[Event]:
+        return self._switch_off(tier, lost.why, starts=lost.starts)
+
+    def _switch_off(self, tier: int, why: str, *, starts: bool = False) -> Iterator[Event]:
+        # One that was on, and has to begin again, was lost.
+        if starts and not self._on[tier]:
+            self.starting.add(tier)
+        else:
+            self.starting.discard(tier)
         self._on[tier] = False
         self._paging.discard(tier)
         self._listed.discard(tier)

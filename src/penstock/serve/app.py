@@ -5,7 +5,7 @@
 | `POST /v1/chat/completions`   | the next turn of a conversation, whole or as a stream         |
 | `POST /v1/completions`        | the continuation of a text                                    |
 | `GET  /v1/models`             | the one model                                                 |
-| `GET  /health`                | 200 when an instance accepts requests, else 503               |
+| `GET  /health`                | 200 when an instance accepts requests, else 503; what is off  |
 | `GET  /metrics`               | for Prometheus                                                |
 | `GET  /`                      | the live page                                                 |
 | `GET  /live`, `/live/events`  | what it shows: as JSON, and as it changes                     |
@@ -184,13 +184,13 @@ class Server:
         """`GET /health`."""
         instances = {link.name: is_usable(link) for link in self._router.links}
         ready = bool(self._router.answering)
-        status = "ok" if ready else "loading"
+        why = [f"{link.name}: {each}" for link in self._router.links for each in link.reasons]
+        status = ("degraded" if why else "ok") if ready else "loading"
         state = self._control.state
         if state is not ServerState.RUNNING:
             ready, status = False, state.value
-        return JSONResponse(
-            {"status": status, "instances": instances}, status_code=200 if ready else 503
-        )
+        content = {"status": status, "instances": instances} | ({"why": why} if why else {})
+        return JSONResponse(content, status_code=200 if ready else 503)
 
     async def metrics(self, _http: HttpRequest) -> Response:
         """`GET /metrics`."""

@@ -57,6 +57,8 @@ class InstanceLink:
         """The loading progress of each rank."""
         self.on_kv_events: Callable[[InstanceLink, list[KvEvent]], None] = _ignore_events
         """Called with changes of what the instance caches."""
+        self.reasons: list[str] = []
+        """What is lost or off in its cache, and why."""
         self.tokens: CachedTokens | None = None
         """Follows the tokens of its requests, where KV events carry them."""
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
@@ -266,6 +268,8 @@ class InstanceLink:
                 self.on_pair_failed(self, message)
             case ms.CacheChanged():
                 self._take_events(message)
+            case ms.HealthChanged():
+                self.reasons = message.reasons
             case ms.AskAnswer():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():

@@ -71,12 +71,15 @@ class StartListener(Protocol):
         """HTTP is served at `address`; the router waits for instances at `router`."""
         ...
 
-    def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
+    def ready(
+        self, address: str, ready_s: Sequence[float] = (), tiers_off: Sequence[str] = ()
+    ) -> None:
         """Requests are accepted.
 
         Args:
             address: The URL of the server.
             ready_s: How long it took to prepare the memory of each tier, device first.
+            tiers_off: Why each tier cannot be used; empty for one that can.
         """
         ...
 
@@ -190,8 +193,14 @@ class Service:
                 self._progress.loading(f"{link.name} rank {rank}", at.layers, at.of)
         elif self._complete and not self._announced:
             self._announced = True
-            times = [link.ready.ready_s for link in self.router.links if link.ready is not None]
-            self._progress.ready(self._address, [max(each) for each in zip(*times, strict=False)])
+            there = [link.ready for link in self.router.links if link.ready is not None]
+            times = zip(*(each.ready_s for each in there), strict=False)
+            reasons = zip(*(each.tiers_off for each in there), strict=False)
+            self._progress.ready(
+                self._address,
+                [max(each) for each in times],
+                [next(filter(None, each), "") for each in reasons],
+            )
         else:
             logger.info("instance ready: name=%s", link.name)
 

@@ -152,6 +152,8 @@ class StoreLost(NamedTuple):
     why: str
     fenced: bool
     """Whether the process is dead. If not, another `StoreLost` or `StoreBack` follows."""
+    starts: bool = False
+    """Whether nothing has gone wrong: the process is starting, or waits for a rank's arena."""
 
 
 class StoreBack(NamedTuple):
@@ -266,7 +268,7 @@ class StoreLink:
     def is_failed(self) -> bool:
         """Whether there is no process, and none that starts; another try follows."""
         told = self._told
-        return isinstance(told, StoreLost) and told.fenced and told.why != STARTING
+        return isinstance(told, StoreLost) and told.fenced and not told.starts
 
     def order(self, effect: Copy | Abandon) -> None:
         """Has the store start or abandon a copy; it leaves with the next `dispatch`."""
@@ -390,7 +392,7 @@ class StoreLink:
         self._hello = OwnerHello(hello.life, space, hello.arenas, hello.tiers)
         now = self._clock()
         for news in self._session.end("its engine has other weights now", now):
-            self._take(news, now)
+            self._take(news, now, starts=True)
 
     def _put(self, request: AnyStoreRequest, size: int) -> None:
         """Adds a request to the batch; one that is full is sent at once."""
@@ -449,18 +451,19 @@ class StoreLink:
         for news in self._session.poll(now):
             self._take(news, now)
 
-    def _take(self, news: SessionNews, now: float) -> None:
+    def _take(self, news: SessionNews, now: float, *, starts: bool = False) -> None:
         match news:
             case Connected():
                 self._begin(now)
             case Disconnected():
-                self._end(news)
+                self._end(news, starts=starts and not news.dead)
             case CannotConnect(why):
                 self._lose(why, fenced=True)
             case NobodyListens():
                 if self._host is not None:
                     self._host.start(now)
-                    self._lose(self._host.why or STARTING, fenced=True)
+                    why = self._host.why
+                    self._lose(why or STARTING, fenced=True, starts=not why)
                 else:
                     self._lose(self._session.why, fenced=True)
             case _:
@@ -492,7 +495,7 @@ class StoreLink:
         self._old_tickets_below = self._ticket + 1
         self._send_batch()
 
-    def _end(self, lost: Disconnected) -> None:
+    def _end(self, lost: Disconnected, *, starts: bool = False) -> None:
         self._welcome = False
         self._queue = []
         self._queue_bytes = 0
@@ -506,22 +509,22 @@ class StoreLink:
                 self._end_resize(number, f"cannot be checked: {lost.why}")
         if lost.dead:
             self._fail_copies_below(self._ticket + 1, lost.why)
-        self._lose(lost.why, fenced=lost.dead)
+        self._lose(lost.why, fenced=lost.dead, starts=starts)
 
-    def _lose(self, why: str, *, fenced: bool) -> None:
+    def _lose(self, why: str, *, fenced: bool, starts: bool = False) -> None:
         """Says that the store is lost, unless that was said with the same reason."""
         told = self._told
         if isinstance(told, StoreLost) and (told.fenced or not fenced):
             if told.why == why:
                 return
             fenced = told.fenced
-        self._told = StoreLost(why, fenced)
+        self._told = StoreLost(why, fenced, starts)
         self._results.append(self._told)
 
     def _take_greeting(self, answer: OwnerWelcome | OwnerWaiting) -> None:
         if isinstance(answer, OwnerWaiting):
             self._welcome = False
-            self._lose(answer.why, fenced=False)
+            self._lose(answer.why, fenced=False, starts=True)
         else:
             self._take_welcome()
 
