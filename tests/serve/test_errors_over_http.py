@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 
+JSON = {"content-type": "application/json"}
+SIMPLE_TYPES = (
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+    "application/json-patch+json",
+)
+
 
 @pytest.mark.parametrize(
     ("change", "param", "reported"),
@@ -134,10 +142,39 @@ def test_a_prompt_that_makes_no_sense_is_refused(
 ) -> None:
     body = json.dumps({"prompt": prompt}).encode()
 
-    answer = server.client.post("/v1/completions", content=body)
+    answer = server.client.post("/v1/completions", content=body, headers=JSON)
 
     assert answer.status_code == 400, answer.text
     assert reported in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/admin/weights"])
+@pytest.mark.parametrize("kind", [None, *SIMPLE_TYPES])
+def test_a_body_that_is_not_declared_as_json_is_refused_with_the_header_to_add(
+    server: Running, path: str, kind: str | None
+) -> None:
+    """As a page of any site could have a browser send it, and `curl -d` does."""
+    body = json.dumps({"prompt": "x", "version": "2"}).encode()
+
+    answer = server.client.post(
+        path, content=body, headers={} if kind is None else {"content-type": kind}
+    )
+
+    assert answer.status_code == 415
+    given = "is missing" if kind is None else f"is {kind!r}"
+    assert answer.json()["error"]["message"] == (
+        f"content-type {given}, must be application/json: add the header 'Content-Type: "
+        "application/json', in curl with -H 'Content-Type: application/json'"
+    )
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_may_be_declared_with_a_charset_and_in_any_case(server: Running, kind: str) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+
+    answer = server.client.post("/v1/completions", content=body, headers={"content-type": kind})
+
+    assert answer.status_code == 200, answer.text
 
 
 DEEP = b'{"response_format": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
@@ -157,7 +194,7 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:12]))
 def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/admin/weights"):
-        answer = server.client.post(path, content=body)
+        answer = server.client.post(path, content=body, headers=JSON)
 
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["error"]["message"]
@@ -184,7 +221,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-    length = [(b"content-length", b"99999999999")]
+    length = [(b"content-length", b"99999999999"), (b"content-type", b"application/json")]
     asyncio.run(served({**scope, "headers": length}, receive, send))
 
     assert sent[0]["status"] == 413

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 
 from penstock.cli.app import run
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
+from penstock.observe.metrics import ServerMetrics
+from penstock.serve.app import Server, ServerSettings
 from penstock.serve.guard import Guard, find_key
 from penstock.serve.openai_requests import BadRequest
+from penstock.serve.router import Router
 from penstock.transport.machine_keys import is_loopback
+from tests.serve.vllm_servers import fake_vllm, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,6 +128,146 @@ def test_a_page_of_another_site_is_refused_with_or_without_a_key(
         Guard(key).require_admin(asked)
 
     assert refused.value.status == 403
+
+
+def asked(
+    *, method: str = "GET", server: tuple[str, int | None] = ("127.0.0.1", 8000), **headers: str
+) -> Request:
+    found = request(HERE, server=server, **headers)
+    found.scope["method"] = method
+    found.scope["path"] = "/v1/models"
+    return found
+
+
+@pytest.mark.parametrize("host", ["rebound.example:8000", "127.0.0.1.nip.io", "evil.com."])
+def test_a_name_of_another_site_that_leads_to_the_loopback_interface_is_refused(host: str) -> None:
+    """DNS rebinding: the browser takes the page and this server for one site."""
+    with pytest.raises(BadRequest, match="must be a name of this server") as refused:
+        Guard("").require_own_site(asked(host=host))
+
+    assert refused.value.status == 403
+    assert "--allowed-hosts or serve.allowed_hosts" in str(refused.value)
+
+
+OWN = ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7:8000", "gpu7:8000", "LOCALHOST."]
+
+
+@pytest.mark.parametrize("host", [*OWN, "penstock.ns.svc.cluster.local", "host.docker.internal"])
+def test_names_that_nobody_else_can_have_are_served(host: str) -> None:
+    Guard("").require_own_site(asked(host=host))
+
+
+def test_a_client_without_a_host_header_is_no_browser() -> None:
+    Guard("").require_own_site(asked())
+
+
+def test_the_machine_s_own_name_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu7.example.com")
+
+    Guard("").require_own_site(asked(host="GPU7.example.com:8000"))
+
+
+def test_names_that_the_operator_gave_are_served() -> None:
+    guard = Guard("", ["llm.example.com"])
+
+    guard.require_own_site(asked(host="llm.example.com"))
+    # A proxy that sets another `Host`, on a network without TLS.
+    guard.require_own_site(
+        asked(method="POST", host="127.0.0.1:8000", origin="http://llm.example.com")
+    )
+
+
+def test_any_name_leads_to_an_address_of_the_network_and_to_a_socket() -> None:
+    """Such as Prometheus by the name of the machine, or a proxy before the socket."""
+    Guard("").require_own_site(asked(server=("10.0.0.7", 8000), host="gpu7.example.com:8000"))
+    Guard("").require_own_site(asked(server=("/run/penstock.sock", None), host="llm.example.com"))
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize("server", [("127.0.0.1", 8000), ("10.0.0.7", 8000)])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://elsewhere.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost:9"},
+        {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors", "sec_fetch_dest": "image"},
+        {"sec_fetch_site": "same-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "iframe"},
+    ],
+)
+def test_pages_of_other_sites_are_refused_at_every_path(
+    server: tuple[str, int], method: str, headers: dict[str, str]
+) -> None:
+    for key in ("", "secret"):
+        with pytest.raises(BadRequest, match="not for pages of other sites") as refused:
+            Guard(key).require_own_site(asked(method=method, server=server, **LOCAL, **headers))
+
+        assert refused.value.status == 403
+
+
+def test_a_form_of_another_site_is_no_link() -> None:
+    headers = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    document = {**headers, "sec_fetch_dest": "document", **LOCAL}
+
+    Guard("").require_own_site(asked(**document))
+    with pytest.raises(BadRequest):
+        Guard("").require_own_site(asked(method="POST", **document))
+
+
+def test_the_key_is_what_a_page_of_another_site_does_not_have() -> None:
+    """A page that was given the key may ask; that of a proxy with TLS is such a page, too."""
+    given = {"authorization": "Bearer secret", "host": "llm.example.com"}
+
+    Guard("secret").require_own_site(asked(origin="https://chat.example.com", **given))
+    Guard("secret").require_own_site(asked(host="llm.example.com"))
+
+
+def test_a_page_behind_a_proxy_that_sets_another_host_is_known_by_its_browser() -> None:
+    headers = {"origin": "https://llm.example.com", "sec_fetch_site": "same-origin"}
+
+    Guard("").require_own_site(asked(method="POST", host="127.0.0.1:8000", **headers))
+
+
+@pytest.mark.parametrize("names", ["http://llm.example.com", "llm.example.com:8000", "a b", "*"])
+def test_names_that_no_host_can_have_are_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"allowed_hosts: has .*, must have names of hosts"):
+        ServeTable(allowed_hosts=f"fine.example, {names}")
+
+
+PATHS = ("/", "/health", "/metrics", "/live", "/v1/models", "/nowhere")
+
+
+def test_a_router_refuses_pages_of_other_sites_at_every_path() -> None:
+    with fake_vllm("decode") as decode, running([], [decode]) as router:
+        for headers in ({"host": "rebound.example"}, {"origin": "https://elsewhere.example"}):
+            for path in PATHS:
+                answer = router.client.get(path, headers=headers)
+                assert answer.status_code == 403, (path, headers)
+                assert answer.json()["error"]["type"] == "permission_error"
+            answer = router.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.status_code == 403
+        text = router.client.post("/v1/completions", content=b'{"prompt": "x"}')
+
+        assert text.status_code == 415
+        assert decode.asked == []
+        assert router.client.get("/health").status_code == 200
+
+
+def test_a_server_refuses_pages_of_other_sites_at_every_path() -> None:
+    text: Any = None
+    served = Server(Router(), text, ServerMetrics(), model="m", settings=ServerSettings()).app()
+
+    async def statuses(**headers: str) -> set[int]:
+        transport = httpx.ASGITransport(served)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as here:
+            answers = [await here.get(path, headers=headers) for path in (*PATHS, "/cache")]
+            body = {"prompt": "x"}
+            answers.append(await here.post("/v1/completions", json=body, headers=headers))
+        return {answer.status_code for answer in answers}
+
+    assert asyncio.run(statuses(host="rebound.example")) == {403}
+    assert asyncio.run(statuses(origin="https://elsewhere.example")) == {403}
+    assert 403 not in asyncio.run(statuses())
 
 
 @pytest.mark.parametrize(

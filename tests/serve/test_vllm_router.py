@@ -248,7 +248,8 @@ def test_a_body_that_is_no_json_is_left_to_vllm(
 ) -> None:
     servers[1].always = fail(400)
 
-    answer = router.client.post("/v1/completions", content=b'{"prompt": ')
+    headers = {"content-type": "application/json"}
+    answer = router.client.post("/v1/completions", content=b'{"prompt": ', headers=headers)
 
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "400"}})
     assert servers[1].bodies == [b'{"prompt": ']

@@ -15,6 +15,7 @@ import httpx
 from penstock.config.values import UNIX
 from penstock.observe.router_metrics import RouterMetrics
 from penstock.serve.access_log import AccessLog
+from penstock.serve.guard import Guard
 from penstock.serve.http import HttpServer
 from penstock.serve.server_socket import address_of, listen
 from penstock.serve.vllm_app import RouterApp
@@ -196,6 +197,15 @@ class FakeVllm(ThreadingHTTPServer):
         self.server_close()
 
 
+@contextmanager
+def fake_vllm(name: str) -> Iterator[FakeVllm]:
+    server = FakeVllm(name)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 _computed: set[Any] = set()
 """The names of handoffs whose prompts prefill servers were asked to compute."""
 _computed_changed = threading.Condition()
@@ -329,7 +339,7 @@ class RunningRouter:
         self._loop = asyncio.get_running_loop()
         metrics = RouterMetrics()
         router = VllmRouter(*self._urls, metrics, timeout_s=SOON_S)
-        app = RouterApp(router, metrics, self._key)
+        app = RouterApp(router, metrics, Guard(self._key))
         self._http = HttpServer(
             AccessLog(app.app(), metrics.count_response),
             connections_max=100,

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.router import NEEDED
 from penstock.cli.serve import (
+    AllowedHostsOption,
     ApiKeyFileOption,
     ApiKeyOption,
     HostOption,
@@ -47,6 +48,7 @@ def show_dashboard(
     port: DashboardPortOption = PORT,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    allowed_hosts: AllowedHostsOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,
 ) -> None:
@@ -58,7 +60,12 @@ def show_dashboard(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(f"{missing[0]} is not installed: {install_hint('cli,serve')}")
-    from penstock.serve.guard import find_key, require_usable_options  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.guard import (  # noqa: PLC0415  (needs the extras)
+        Guard,
+        find_key,
+        read_hosts,
+        require_usable_options,
+    )
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415
 
@@ -73,6 +80,7 @@ def show_dashboard(
         "host": host,
         "api_key": api_key,
         "api_key_file": api_key_file,
+        "allowed_hosts": allowed_hosts,
         "log_level": log_level,
         "log_json": log_json,
     }
@@ -89,7 +97,7 @@ def show_dashboard(
         warn_of_openness(table, key, on_command_line=api_key is not None)
         servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"
         print(f"penstock: dashboard of {servers} at {address_of(bound)}/", flush=True)
-        run_dashboard(urls, bound, key)
+        run_dashboard(urls, bound, Guard(key, read_hosts(table.allowed_hosts)))
 
 
 def _server(url: str) -> str:

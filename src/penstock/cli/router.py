@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from penstock.cli.serve import (
+    AllowedHostsOption,
     ApiKeyFileOption,
     ApiKeyOption,
     DrainOption,
@@ -50,7 +51,7 @@ SilenceOption: TypeAlias = Annotated[
 ]
 
 
-def route(
+def route(  # noqa: PLR0913 - as many options as there are settings
     *,
     vllm_prefill: VllmPrefillOption = None,
     vllm_decode: VllmDecodeOption = None,
@@ -59,6 +60,7 @@ def route(
     port: PortOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    allowed_hosts: AllowedHostsOption = None,
     drain_s: DrainOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,
@@ -71,7 +73,11 @@ def route(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(f"{missing[0]} is not installed: {install_hint('cli,serve')}")
-    from penstock.serve.guard import find_key, require_usable_options  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.guard import (  # noqa: PLC0415  (needs the extras)
+        find_key,
+        read_hosts,
+        require_usable_options,
+    )
     from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
     from penstock.serve.vllm_server import read_urls  # noqa: PLC0415
 
@@ -85,6 +91,7 @@ def route(
         "port": port,
         "api_key": api_key,
         "api_key_file": api_key_file,
+        "allowed_hosts": allowed_hosts,
         "drain_s": drain_s,
         "log_level": log_level,
         "log_json": log_json,
@@ -104,6 +111,7 @@ def route(
             prefill=prefill,
             decode=decode,
             api_key=key,
+            allowed_hosts=read_hosts(table.allowed_hosts),
             timeout_s=timeout_s,
             drain_s=table.drain_s,
         )

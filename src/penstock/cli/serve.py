@@ -140,6 +140,14 @@ ApiKeyOption: TypeAlias = Annotated[
 ApiKeyFileOption: TypeAlias = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file that holds the API key.")
 ]
+AllowedHostsOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Further names of this server, such as that of a proxy, separated by commas: without "
+        "a key, requests to other names are refused on the loopback interface.",
+    ),
+]
 DrainOption: TypeAlias = Annotated[
     float | None,
     typer.Option(
@@ -192,6 +200,7 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     port: PortOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    allowed_hosts: AllowedHostsOption = None,
     drain_s: DrainOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,

@@ -205,7 +205,9 @@ class LiveClient:
         )
         sent = None if body is None else json_module.dumps(body)
         try:
-            connection.request(method, path, sent, headers={**self._headers, **(headers or {})})
+            given = {} if sent is None else {"content-type": "application/json"}
+            given |= {**self._headers, **(headers or {})}
+            connection.request(method, path, sent, headers=given)
             response = connection.getresponse()
             status, content = response.status, response.read(DOCUMENT_BYTES_MAX)
         except SSLError as error:

@@ -188,6 +188,7 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     ports=String(),
     api_key=String(),
     api_key_file=String(),
+    allowed_hosts=String(),
     instances=Whole(minimum=1, maximum=16),
     prefill=Whole(minimum=0, maximum=16),
     decode=Whole(minimum=0, maximum=16),

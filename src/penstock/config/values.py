@@ -295,6 +295,20 @@ def require_host(key: str, host: str) -> None:
             ) from None
 
 
+def require_name(key: str, name: str) -> None:
+    """Refuses what cannot be the name of a host.
+
+    Raises:
+        ConfigError: names `key`.
+    """
+    if len(name) > HOST_NAME_MAX or _HOST_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            key,
+            f"has {name!r}, must have names of hosts without scheme and port, separated by commas, "
+            "such as 'llm.example.com'",
+        )
+
+
 def require_socket(key: str, host: str) -> None:
     """Refuses what is not `unix:` and the absolute path of a socket.
 
@@ -473,6 +487,8 @@ class ServeTable:
     api_key: str = field(default="", repr=False)
     api_key_file: str = ""
     """A file that holds the key, instead of `api_key`."""
+    allowed_hosts: str = ""
+    """Further names of this server in `Host` headers, separated by commas."""
     instances: int = 1
     prefill: int = 0
     """Instances that compute prompts for others; 0: as many as `instances`, if the ranks of a
@@ -521,6 +537,8 @@ class ServeTable:
                 f"is {self.prefill} with serve.decode {self.decode}, must both be 0 or both be "
                 "given: prompts that one instance computes, another one answers",
             )
+        for name in filter(None, self.allowed_hosts.split(",")):
+            require_name("serve.allowed_hosts", name.strip())
         port_range(self.ports)
         if self.router:
             require_address("serve.router", self.router)

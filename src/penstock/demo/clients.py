@@ -198,7 +198,8 @@ def ask(
     first = None
     events: list[dict[str, Any]] = []
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         for event in _events(_checked(connection.getresponse())):
             if first is None:
                 first = time.monotonic()

@@ -56,7 +56,7 @@ from penstock.serve.admin_requests import (
 from penstock.serve.control import Control
 from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
-from penstock.serve.http import read_body
+from penstock.serve.http import GuardedApp, read_body
 from penstock.serve.instance_link import InstanceLost
 from penstock.serve.live_feed import LiveFeed
 from penstock.serve.live_report import LiveReport
@@ -86,6 +86,8 @@ class ServerSettings:
 
     api_key: str = field(default="", repr=False)
     """Empty: everybody who can reach the port is served."""
+    allowed_hosts: Sequence[str] = ()
+    """Further names of this server in `Host` headers, such as that of a proxy."""
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
     """Requests under way; more are answered with 429."""
@@ -113,7 +115,7 @@ class Server:
         self._metrics = metrics
         self._model = model
         self._settings = settings
-        self._guard = Guard(settings.api_key)
+        self._guard = Guard(settings.api_key, settings.allowed_hosts)
         admission = Admission(settings.requests_max)
         report = LiveReport(router, metrics, admission, model=model, expected=settings.instances)
         self.live = LiveFeed(report.gather, self._guard)
@@ -127,7 +129,7 @@ class Server:
             defaults=defaults or Defaults(),
         )
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -152,7 +154,7 @@ class Server:
             Route("/admin/role", self.role, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
 
     # For clients.
 

@@ -36,8 +36,7 @@ from penstock.observe.traffic import (
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve import errors
 from penstock.serve.access_log import AccessLog
-from penstock.serve.guard import Guard
-from penstock.serve.http import HttpServer, serve_until_stopped
+from penstock.serve.http import GuardedApp, HttpServer, serve_until_stopped
 from penstock.serve.live_feed import LiveFeed
 from penstock.serve.vllm_server import VllmAnswer, VllmFailure, VllmRequest
 
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
+    from penstock.serve.guard import Guard
     from penstock.serve.vllm_server import ServerUrl
 
 logger = logging.getLogger(__name__)
@@ -263,27 +264,28 @@ def _times(buckets: TimeBuckets) -> FirstTokenTimes:
 class DashboardApp:
     """The endpoints: the live page, what it shows, and whether this process is there."""
 
-    def __init__(self, watch: MetricsWatch, api_key: str) -> None:
-        self.live = LiveFeed(watch.gather, Guard(api_key))
+    def __init__(self, watch: MetricsWatch, guard: Guard) -> None:
+        self._guard = guard
+        self.live = LiveFeed(watch.gather, guard)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [Route("/health", self.health), *self.live.routes()]
-        return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`: of the page, not of the servers that it shows."""
         return JSONResponse({"status": "ok"})
 
 
-def run_dashboard(urls: Sequence[ServerUrl], bound: socket.socket, api_key: str) -> None:
+def run_dashboard(urls: Sequence[ServerUrl], bound: socket.socket, guard: Guard) -> None:
     """Serves the page until the process gets a stop signal."""
     with StopSignal((signal.SIGINT, signal.SIGTERM)) as stop:
-        asyncio.run(_run(MetricsWatch(urls), bound, api_key, stop))
+        asyncio.run(_run(MetricsWatch(urls), bound, guard, stop))
 
 
-async def _run(watch: MetricsWatch, bound: socket.socket, api_key: str, stop: StopSignal) -> None:
-    app = DashboardApp(watch, api_key)
+async def _run(watch: MetricsWatch, bound: socket.socket, guard: Guard, stop: StopSignal) -> None:
+    app = DashboardApp(watch, guard)
     server = HttpServer(
         AccessLog(app.app(), lambda _endpoint, _status: None),
         connections_max=CONNECTIONS_MAX,

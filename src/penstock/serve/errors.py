@@ -4,12 +4,13 @@
 |--------|-------------------------|---------------------------------------------------------|
 | 400    | `invalid_request_error` | the request is wrong; `param` names the field           |
 | 401    | `authentication_error`  | the API key is missing or wrong                         |
-| 403    | `permission_error`      | `/admin/*` from a client that may not use it            |
+| 403    | `permission_error`      | `/admin/*` from a client that may not use it; a page of |
+|        |                         | another site, anywhere                                  |
 | 404    | `invalid_request_error` | no such path, model, or story                           |
 | 405    | `invalid_request_error` | the path takes another method                           |
 | 408    | `invalid_request_error` | the body was not complete in time                       |
 | 413    | `invalid_request_error` | the body is too large                                   |
-| 415    | `invalid_request_error` | the body is compressed                                  |
+| 415    | `invalid_request_error` | the body is compressed, or not declared as JSON         |
 | 429    | `rate_limit_error`      | too many requests; `Retry-After` says when to retry     |
 | 500    | `server_error`          | a defect of ours                                        |
 | 409    | `invalid_request_error` | another `/admin/*` operation is under way               |
@@ -62,13 +63,18 @@ def busy(message: str) -> Response:
     return JSONResponse(content, status_code=429, headers=headers)
 
 
-async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
+def refused(wrong: BadRequest) -> Response:
+    """The answer to a request that is wrong, or that may not be asked."""
     if wrong.status == 429:
         return busy(str(wrong))
     kind = KINDS.get(wrong.status, "invalid_request_error")
     content = {"error": shape(str(wrong), kind, wrong.param)}
     headers = {"WWW-Authenticate": "Bearer"} if wrong.status == 401 else None
     return JSONResponse(content, status_code=wrong.status, headers=headers)
+
+
+async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
+    return refused(wrong)
 
 
 async def _lost(_http: HttpRequest, lost: InstanceLost) -> Response:

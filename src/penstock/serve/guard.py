@@ -1,11 +1,20 @@
-"""Access control: the API key of clients, and who may use `/admin/*`.
+"""Access control: the API key of clients, which web pages may ask, and who may use `/admin/*`.
 
 | path        | with a key                    | without one                                     |
 |-------------|-------------------------------|-------------------------------------------------|
 | `/admin/*`  | clients with the key          | this machine: loopback on both ends, no proxy   |
 | the others  | clients with the key          | everybody who can reach the port                |
 
-Requests that a browser sends for a page of another site are always refused at `/admin/*`.
+Whoever can reach the port includes the browsers of this machine, and so every page that is open in
+them. Two things are therefore refused at every path, unless the request has the key:
+
+| what                                          | how it is known                                |
+|-----------------------------------------------|------------------------------------------------|
+| a page of another site asks                   | `Sec-Fetch-Site`, or `Origin` against `Host`   |
+| a name of another site leads to the loopback  | `Host` is a name in the public DNS that is not |
+| interface (DNS rebinding)                     | known; checked without a key only              |
+
+At `/admin/*`, pages of other sites are refused even with the key.
 
 The one rule: a key is compared in constant time, and appears in no message.
 """
@@ -16,29 +25,42 @@ import hashlib
 import hmac
 import os
 import re
+import socket
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from penstock.config.values import KEY_VARIABLE, ServeTable
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.serve.fields import BadRequest
 from penstock.transport.machine_keys import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterable, MutableMapping
 
     from starlette.requests import Request as HttpRequest
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _FILE_BYTES_MAX = 4096
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+"""Nobody can register a name that ends so: such names are of this machine or of its network."""
 
 
 class Guard:
     """Checks requests before they are processed."""
 
-    def __init__(self, api_key: str) -> None:
+    def __init__(self, api_key: str, hosts: Iterable[str] = ()) -> None:
+        """Makes it.
+
+        Args:
+            api_key: What clients must send; empty: nothing.
+            hosts: Names of this server that only its operator knows, such as that of a proxy.
+        """
         self._digest = _digest(api_key.encode()) if api_key else b""
+        self._hosts = {_plain(name) for name in hosts}
+        self._machine = _plain(socket.gethostname())
 
     @property
     def needs_key(self) -> bool:
@@ -47,15 +69,31 @@ class Guard:
 
     def require_key(self, http: HttpRequest) -> None:
         """Refuses a request without the key, if there is one."""
-        given = http.headers.get("authorization", "")
-        scheme, _, key = given.partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else given
-        # Digests all have one length, so not even the length of the key can be measured.
-        if self._digest and not hmac.compare_digest(_digest(key.encode()), self._digest):
+        if self._digest and not self._has_key(http):
             raise BadRequest("the API key is missing or wrong", status=401)
 
+    def require_own_site(self, http: HttpRequest) -> None:
+        """Refuses what a page of another site asks, unless it has the key."""
+        if self._digest and self._has_key(http):
+            return
+        if not _follows_link(http):
+            self._require_same_site(http)
+        server = http.scope.get("server")
+        if self._digest or not server or not is_loopback(server[0]):
+            # Other machines reach it by names that are not known here; Unix sockets by none.
+            return
+        host = _host_of(http.headers.get("host", ""))
+        if not self._is_own(host):
+            raise BadRequest(
+                f"the Host header is {shown(host)}, must be a name of this server: without an API "
+                "key, pages of a site whose name leads here could use it. If it is the name of a "
+                "proxy, give it with --allowed-hosts or serve.allowed_hosts",
+                param="host",
+                status=403,
+            )
+
     def require_admin(self, http: HttpRequest) -> None:
-        _require_same_site(http)
+        self._require_same_site(http)
         if self._digest:
             self.require_key(http)
             return
@@ -69,6 +107,51 @@ class Guard:
                 "from its own machine, without a proxy, by a loopback address",
                 status=403,
             )
+
+    def _has_key(self, http: HttpRequest) -> bool:
+        given = http.headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else given
+        # Digests all have one length, so not even the length of the key can be measured.
+        return hmac.compare_digest(_digest(key.encode()), self._digest)
+
+    def _require_same_site(self, http: HttpRequest) -> None:
+        # Browsers add `Origin` to every POST. They add `Sec-Fetch-Site` to every request to this
+        # machine or by TLS, and no page can change it; behind a proxy that sets another `Host`,
+        # it alone tells whether the page is of this server.
+        site = http.headers.get("sec-fetch-site")
+        if site is None:
+            origin = http.headers.get("origin")
+            place = "" if origin is None else urlsplit(origin).netloc
+            same = (
+                origin is None
+                or place == http.headers.get("host", "")
+                or _plain(_host_of(place)) in self._hosts
+            )
+        else:
+            same = site in {"none", "same-origin"}
+        if not same:
+            raise BadRequest(f"{http.url.path} is not for pages of other sites", status=403)
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a name or an address in a `Host` header cannot be that of another site."""
+        name = _plain(host)
+        if "." not in name or name == self._machine or name.endswith(_LOCAL_SUFFIXES):
+            # Names without a dot are not in the public DNS; HTTP/1.0 may have none at all.
+            return True
+        if name in self._hosts:
+            return True
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        # A browser that was given an address has not asked the DNS.
+        return True
+
+
+def read_hosts(allowed: str) -> list[str]:
+    """The names of `serve.allowed_hosts`."""
+    return [name.strip() for name in allowed.split(",") if name.strip()]
 
 
 def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.environ) -> str:
@@ -147,13 +230,13 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _require_same_site(http: HttpRequest) -> None:
-    # Browsers add `Origin` to every POST, and `Sec-Fetch-Site` to every request.
-    origin = http.headers.get("origin")
-    site = http.headers.get("sec-fetch-site", "none")
-    same = origin is None or origin.partition("://")[2] == http.headers.get("host", "")
-    if not same or site not in {"none", "same-origin"}:
-        raise BadRequest(f"{http.url.path} is not for pages of other sites", status=403)
+def _follows_link(http: HttpRequest) -> bool:
+    """Whether a browser opens it as a page of its own, which the page with the link cannot read."""
+    return (
+        http.method in {"GET", "HEAD"}
+        and http.headers.get("sec-fetch-mode") == "navigate"
+        and http.headers.get("sec-fetch-dest") == "document"
+    )
 
 
 def _is_unix_socket(http: HttpRequest) -> bool:
@@ -166,3 +249,8 @@ def _host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared: `GPU7.example.` is `gpu7.example`."""
+    return name.lower().rstrip(".")

@@ -31,8 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
+from starlette.requests import Request as HttpRequest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from penstock.errors import shown
 from penstock.serve import errors
 from penstock.serve.fields import BadRequest
 from penstock.serve.server_socket import BACKLOG
@@ -41,14 +43,15 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Coroutine, Iterator
 
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp, Receive
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
     from penstock.runtime.stop_signal import StopSignal
+    from penstock.serve.guard import Guard
 
 logger = logging.getLogger(__name__)
 
+JSON = "application/json"
 KEEP_ALIVE_S = 65.0
 """Longer than clients and proxies usually keep an idle connection (httpx 5 s, many proxies 60 s):
 they should close it, so that none is closed at the moment it is used again."""
@@ -331,12 +334,51 @@ async def serve_until_stopped(server: HttpServer, bound: socket.socket, stop: St
         loop.remove_reader(stop.descriptor)
 
 
-async def read_body(http: HttpRequest, *, bytes_max: int, within_s: float) -> bytes:
-    """The body of a request.
+class GuardedApp:
+    """ASGI middleware that refuses pages of other sites at every path, known or not."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._guard.require_own_site(HttpRequest(scope))
+        except BadRequest as refused:
+            await errors.refused(refused)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def require_json(http: HttpRequest) -> None:
+    """Refuses a body that is not declared as JSON.
+
+    A page of any site may have a browser send other types without asking the server first.
 
     Raises:
-        BadRequest: it is too long, or does not come in time.
+        BadRequest: there is a body, and it has another type or none.
     """
+    given = http.headers.get("content-type", "")
+    length = http.headers.get("content-length", "0")
+    is_empty = not length.strip("0") and "transfer-encoding" not in http.headers
+    if is_empty or given.partition(";")[0].strip().lower() == JSON:
+        return
+    found = f"is {shown(given)}" if given else "is missing"
+    raise BadRequest(
+        f"content-type {found}, must be {JSON}: add the header 'Content-Type: {JSON}', in curl "
+        f"with -H 'Content-Type: {JSON}'",
+        param="content-type",
+        status=415,
+    )
+
+
+async def read_body(http: HttpRequest, *, bytes_max: int, within_s: float) -> bytes:
+    """The body of a request, which must be JSON.
+
+    Raises:
+        BadRequest: it is of another type, or too long, or does not come in time.
+    """
+    require_json(http)
     too_large = BadRequest(f"the body has more than {bytes_max} bytes", status=413)
     # Before any of it is asked for. h11 has checked that it has digits alone, not how many.
     if int(http.headers.get("content-length", "0")[:20]) > bytes_max:

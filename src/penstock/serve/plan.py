@@ -79,6 +79,7 @@ class ServeOptions:
     port: int | None = None
     api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
+    allowed_hosts: str | None = None
     drain_s: float | None = None
     log_level: str | None = None
     log_json: bool | None = None

@@ -35,6 +35,7 @@ from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
 from penstock.serve.event_publisher import EventPublisher
+from penstock.serve.guard import read_hosts
 from penstock.serve.http import HttpServer, serve_until_stopped
 from penstock.serve.instance_link import InstanceLink
 from penstock.serve.plan import instances_of, rank_secret_of, secrets_of
@@ -123,6 +124,7 @@ class Service:
             defaults=defaults_of(model),
             settings=ServerSettings(
                 api_key=api_key,
+                allowed_hosts=read_hosts(config.serve.allowed_hosts),
                 body_bytes_max=config.serve.body_bytes_max,
                 body_s=config.serve.body_s,
                 requests_max=config.serve.requests_max,

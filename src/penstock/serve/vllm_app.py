@@ -38,7 +38,13 @@ from penstock.serve import errors
 from penstock.serve.access_log import AccessLog, name_request, note_failure, note_tokens
 from penstock.serve.dashboard import MetricsWatch
 from penstock.serve.guard import Guard
-from penstock.serve.http import HttpServer, read_body, serve_until_stopped, while_connected
+from penstock.serve.http import (
+    GuardedApp,
+    HttpServer,
+    read_body,
+    serve_until_stopped,
+    while_connected,
+)
 from penstock.serve.live_feed import LiveFeed
 from penstock.serve.server_socket import raise_descriptor_limit
 from penstock.serve.vllm_requests import AnswerHead, PromptRequest, relayed
@@ -75,6 +81,8 @@ class RouterSettings:
     decode: Sequence[ServerUrl]
     api_key: str = field(default="", repr=False)
     """What clients must send; empty: whatever they send goes to vLLM, which may want its own."""
+    allowed_hosts: Sequence[str] = ()
+    """Further names of this router in `Host` headers, such as that of a proxy."""
     timeout_s: float = 600.0
     """How long a server may be silent, before and within its answer."""
     drain_s: float = 20.0
@@ -83,15 +91,15 @@ class RouterSettings:
 class RouterApp:
     """The endpoints."""
 
-    def __init__(self, router: VllmRouter, metrics: RouterMetrics, api_key: str) -> None:
+    def __init__(self, router: VllmRouter, metrics: RouterMetrics, guard: Guard) -> None:
         self._router = router
         self._metrics = metrics
-        self._guard = Guard(api_key)
-        self.live = LiveFeed(self._gather, self._guard)
+        self._guard = guard
+        self.live = LiveFeed(self._gather, guard)
         # A prompt that is handed over is on the pages of two servers; the one that answers counts.
         self._pages = MetricsWatch([each.url for each in router.decode], what="metrics page")
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
             Route("/v1/completions", self.text, methods=["POST"]),
@@ -102,7 +110,7 @@ class RouterApp:
             Route("/metrics", self.metrics),
             *self.live.routes(),
         ]
-        return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
 
     async def text(self, http: HttpRequest) -> ASGIApp:
         """`POST /v1/completions` and `POST /v1/chat/completions`."""
@@ -324,7 +332,7 @@ async def _run(
     metrics = RouterMetrics()
     router = VllmRouter(settings.prefill, settings.decode, metrics, timeout_s=settings.timeout_s)
     fit = raise_descriptor_limit(DESCRIPTORS_A_REQUEST * CONNECTIONS_MAX)
-    app = RouterApp(router, metrics, settings.api_key)
+    app = RouterApp(router, metrics, Guard(settings.api_key, settings.allowed_hosts))
     server = HttpServer(
         AccessLog(app.app(), metrics.count_response),
         connections_max=max(1, fit // DESCRIPTORS_A_REQUEST),
