@@ -93,7 +93,8 @@ def dial(running: Running, say: bytes) -> socket.socket:
 def rude_clients(running: Running, held: ExitStack) -> None:
     """Clients that say nothing, half a head, half a body, or that read nothing."""
     body = json.dumps(LONG).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    kind = b"Content-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + kind + b"Content-Length: %d\r\n\r\n"
     for say in (
         b"",
         b"GET /health HT",

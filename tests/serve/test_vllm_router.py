@@ -443,7 +443,10 @@ def leave(router: RunningRouter, decode: FakeVllm) -> None:
     """Sends a request, and hangs up when the server has it."""
     assert decode.came.acquire(timeout=SOON_S)  # That of an earlier request.
     body = json.dumps({"prompt": f"another {LONG}"}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     url = httpx.URL(router.address)
     assert url.port is not None
     with socket.create_connection((url.host, url.port)) as plain:
