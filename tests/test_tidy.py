@@ -7,7 +7,7 @@ import re
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,24 +91,45 @@ def lines_matching(pattern: re.Pattern[str], name: str) -> list[str]:
     return [f"{name}:{number}: {line.strip()}" for number, line in lines if pattern.search(line)]
 
 
-def functions_of(name: str) -> Iterator[tuple[str, int]]:
-    """Each function of a file, as `file:name`, with its length, docstring included."""
-    for node in ast.walk(ast.parse(text_of(name))):
+class FileFacts(NamedTuple):
+    """What the tests want to know of a Python file: to parse all of them takes seconds."""
+
+    docstring: str | None
+    functions: dict[str, int]
+    """Each function, as `file:name`, with its length, docstring included."""
+    broad_excepts: list[int]
+    """The lines of handlers that catch everything."""
+    public_classes: list[str]
+
+
+@cache
+def facts_of(name: str) -> FileFacts:
+    module = ast.parse(text_of(name))
+    facts = FileFacts(
+        ast.get_docstring(module),
+        {},
+        [],
+        [
+            node.name
+            for node in module.body
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        ],
+    )
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            yield f"{name}:{node.name}", node.end_lineno - node.lineno + 1
+            facts.functions[f"{name}:{node.name}"] = node.end_lineno - node.lineno + 1
+        elif isinstance(node, ast.ExceptHandler) and _catches_everything(node):
+            facts.broad_excepts.append(node.lineno)
+    return facts
 
 
-def broad_excepts_of(name: str) -> Iterator[int]:
-    for node in ast.walk(ast.parse(text_of(name))):
-        if isinstance(node, ast.ExceptHandler):
-            caught = [node.type] if node.type is None else ast.walk(node.type)
-            if any(
-                kind is None
-                or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
-                for kind in caught
-            ):
-                yield node.lineno
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    caught = [None] if handler.type is None else ast.walk(handler.type)
+    return any(
+        kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
+        for kind in caught
+    )
 
 
 def public_names_of(package: str) -> set[str]:
@@ -179,7 +200,7 @@ def test_no_function_is_longer_than_a_page() -> None:
     lengths = dict(
         function
         for name in python_files("src", "lab", "tests", "examples")
-        for function in functions_of(name)
+        for function in facts_of(name).functions.items()
     )
 
     long = {where: length for where, length in lengths.items() if length > FUNCTION_LINES_MAX}
@@ -188,7 +209,7 @@ def test_no_function_is_longer_than_a_page() -> None:
 
 
 def test_errors_are_caught_by_name_except_at_the_edge() -> None:
-    lines = {name: list(broad_excepts_of(name)) for name in python_files("src", "lab/")}
+    lines = {name: facts_of(name).broad_excepts for name in python_files("src", "lab/")}
 
     broad = {name: found for name, found in lines.items() if found}
 
@@ -196,13 +217,9 @@ def test_errors_are_caught_by_name_except_at_the_edge() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    modules = {
-        name: ast.parse(text_of(name))
-        for name in python_files("src", "lab/")
-        if not name.startswith("lab/tests/")
-    }
+    modules = [name for name in python_files("src", "lab/") if not name.startswith("lab/tests/")]
 
-    silent = [name for name, module in modules.items() if not ast.get_docstring(module)]
+    silent = [name for name in modules if not facts_of(name).docstring]
 
     assert not silent
 
@@ -242,11 +259,10 @@ def test_pages_that_should_be_short_are_short() -> None:
 def test_no_two_public_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for name in python_files("src/penstock/"):
-        for node in ast.parse(text_of(name)).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(name)
+        for found in facts_of(name).public_classes:
+            places.setdefault(found, []).append(name)
 
-    assert not {name: found for name, found in places.items() if len(found) > 1}
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 def test_every_package_says_what_is_public_of_it() -> None:
