@@ -19,6 +19,7 @@ from lab.sim.engine import Engine
 from lab.sim.weather import Plenty
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, UnavailableError
@@ -164,6 +165,7 @@ class ManagedEngine(Engine):
             # No draw of its own: seeds go on meaning what they meant.
             event = msgspec.structs.replace(event, keep_blocks=event.priority)
         latest = [job.deadline for job in world.ranks.open.values()]
+        fetched = [job for job in world.ranks.open.values() if job.purpose is Purpose.STAGE]
         effects = world.send(event)
         granted = self._only_grant(effects)
         if world.ranks.lost:
@@ -174,7 +176,7 @@ class ManagedEngine(Engine):
         request.epoch = world.epoch
         own = event.deadline or now + weather.settings.operation_timeout_s
         request.bound = max([own, *latest])
-        self._check_usefulness(event, granted)
+        self._check_usefulness(event, granted, sum(len(job.keys) for job in fetched))
         self.check_skipped(name, granted.miss, keys)
         self._open(request, granted)
         return request
@@ -385,7 +387,11 @@ class ManagedEngine(Engine):
             if job.target == DEVICE and not job.ended and awaited.isdisjoint(job.targets[0]):
                 raise SimulationError("operations", f"{job} goes on, but nobody waits for it")
 
-    def _check_usefulness(self, event: ev.Acquire, granted: Granted) -> None:
+    def _check_usefulness(self, event: ev.Acquire, granted: Granted, fetched: int) -> None:
+        """A request gets what is known, or as much less as others have on the way into the hub.
+
+        Nobody else can have the slots of these `fetched` blocks: ranks may write there any moment.
+        """
         useful = (event.token_count - 1) // self.block_tokens if event.reuse else 0
         most = useful * self.block_tokens
         if granted.cached_tokens > most or sum(granted.cached_by_tier) != granted.cached_tokens:
@@ -400,7 +406,11 @@ class ManagedEngine(Engine):
         if plenty is Plenty.NOWHERE or (plenty is not Plenty.DEVICE and not event.load):
             return
         known = self.world.model.known_prefix(list(event.keys[:useful])) * self.block_tokens
-        if granted.cached_tokens != known:
+        lacks = known - granted.cached_tokens
+        crowded = granted.miss.reason is MissReason.NO_ROOM and 0 < lacks <= (
+            fetched * self.block_tokens
+        )
+        if lacks and not crowded:
             raise SimulationError(
                 "usefulness",
                 f"{event.request} hits {granted.cached_tokens} tokens, the model knows {known}: "
