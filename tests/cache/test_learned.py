@@ -260,6 +260,27 @@ def test_what_is_kept_is_bounded_whatever_the_traffic(monkeypatch: pytest.Monkey
     assert len(curves._left) == 1 << 12
 
 
+def test_evicted_blocks_are_remembered_up_to_a_bound_and_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.cache.eviction.learned._GHOSTS_MIN", 32)
+    policy = LearnedPolicy(8, lambda _: 0)
+    policy.resize(8)
+    nodes = np.arange(8, dtype=np.int32)
+
+    for turn in range(100):
+        keys = [f"{turn} {block}".encode() for block in range(8)]
+        policy.add(nodes, keys, tick=turn)
+        policy.forget(nodes.tolist(), keys, evicted=True)
+    policy.learned()  # Catches up.
+
+    assert list(policy._ghosts) == [
+        f"{turn} {block}".encode() for turn in range(96, 100) for block in range(8)
+    ]
+    left = policy._curves._left
+    assert int(np.count_nonzero(left[: len(left)])) <= 32 + 8
+
+
 # -------------------------------------------------------------------- who may enter
 
 

@@ -10,6 +10,7 @@ from tests.connectors.conftest import TOKENS, FakeRequest
 from tests.connectors.handoff_pair import (
     NULL,
     PROMPT,
+    SOON_S,
     TWO_GROUPS,
     answered,
     asked,
@@ -241,6 +242,44 @@ def test_a_prompt_whose_request_was_preempted_is_computed_anew_and_handed_over(
 
     assert decode.ended().failed == frozenset()
     assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [4, 5, 6])
+
+
+def test_a_claim_that_ends_before_engines_have_met_gives_the_prompt_back(
+    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is not released because nobody asked for it.
+    monkeypatch.setattr("penstock.connectors.handoff.scheduler.LEASE_S", 100 * SOON_S)
+    params = prefill.prefill(asked(), [3, 1, 2])
+    request = FakeRequest("answered", PROMPT, kv_transfer_params=params)
+    assert prefill.pool.pinned == 3
+
+    decode.claim(request, [7, 8, 9])
+    decode.requests.finish(request, completed=False)
+
+    assert decode.ended().failed == {"answered"}
+    assert prefill.released()
+
+
+def test_a_prompt_is_offered_to_one_engine_only(
+    prefill: Engine, decode: Engine, opened: Callable[..., Engine]
+) -> None:
+    second = opened("second")
+    request = asked(handoff="h-1")
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9])
+    prefill.requests.expect(request)
+    until(lambda: any(each.handoffs for each in prefill._handoffs._peers))
+
+    second.claim(answered(prefill, "h-1"), [4, 5, 6])
+
+    assert second.ended().failed == {"answered"}
+    # The first one gets it all the same, and nothing that the second one says takes it away.
+    prefill.fill(PROMPT, [3, 1, 2])
+    prefill.step({"asked": len(PROMPT)}, [3, 1, 2])
+    prefill.answer(request)
+    assert decode.ended().failed == frozenset()
+    assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
+    assert not any(int(tensor[[4, 5, 6]].sum()) for tensor in second.kv[0])
+    assert prefill.released()
 
 
 def test_a_claim_of_an_aborted_request_ends_once(prefill: Engine, decode: Engine) -> None:

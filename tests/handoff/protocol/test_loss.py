@@ -297,6 +297,26 @@ def test_p6_a_claim_that_comes_after_its_stop_does_nothing(make_world: type[Worl
     world.check_over()
 
 
+def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on_offer(
+    make_world: type[World],
+) -> None:
+    world = make_world(2, 2)
+    said = withdrawn(world)
+    claims = [m for m in said if isinstance(m, msg.Claim) and m.target.name == "p1"]
+    assert not world.outcome("P"), "the prompt may be claimed again"
+
+    world.do("p1", lambda p: p.receive(claims[0], 0.0))
+    world.do("p1", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
+
+    assert world.parties["p1"].statistics().wants == 0
+    assert not world.posted, "nobody waits for what would be written"
+    world.submit_decode(epoch=2)
+    world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
+    world.run()
+    assert world.outcome("D") == ["withdrawn", "delivered"]
+    world.check_over()
+
+
 def test_p6_an_epoch_is_not_used_twice(make_world: type[World]) -> None:
     world = make_world(2, 2)
     withdrawn(world)
