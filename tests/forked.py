@@ -84,7 +84,7 @@ def _server() -> socket.socket:
 
     def end() -> None:
         ours.close()
-        process.wait(10.0)
+        process.wait(600.0)
 
     atexit.register(end)
     return ours

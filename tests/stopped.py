@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 def stop_process(pid: int) -> None:

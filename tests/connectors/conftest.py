@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOKENS = 4
 NULL = 0
-SOON_S = 60.0
+SOON_S = 600.0
 DISK = """
 cache.load_tokens_min = 1
 model.weights_version = "{weights}"

@@ -37,7 +37,7 @@ NULL = 0
 """The block that stands for those that have left a window."""
 WINDOW = 5
 """Tokens that a layer with a window reads: the last block of the prompt, and the one before."""
-SOON_S = 120.0
+SOON_S = 600.0
 PROMPT = [100 + number for number in range(10)]
 """Two blocks and a half."""
 

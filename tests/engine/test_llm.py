@@ -125,7 +125,7 @@ def test_the_next_llm_finds_on_disk_what_the_last_one_computed(
 def test_a_disk_that_cannot_be_used_is_not_waited_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance, "DISK_S", 100.0)
+    monkeypatch.setattr(instance, "DISK_S", 1000.0)
     (tmp_path / "disk").write_text("not a folder")
     disk = f'{{ name = "disk", kind = "disk", path = "{tmp_path / "disk"}", gib = 0.05 }}'
     config = penstock.parse_config(
@@ -141,7 +141,7 @@ def test_a_disk_that_cannot_be_used_is_not_waited_for(
     with penstock.LLM(folder, config=config) as llm:
         assert llm.generate([TEXT], max_tokens=1, temperature=0)
 
-    assert time.monotonic() - began < 90, "it waited for the disk"
+    assert time.monotonic() - began < 900, "it waited for the disk"
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock.LLM) -> None:

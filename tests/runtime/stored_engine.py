@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.machine.statistics import StoreStatistics
 
 BLOCK_TOKENS = 4
-SOON_S = 60.0
+SOON_S = 600.0
 GIB = 0.03
 TOML = """
 version = 1

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LIMITS = "ask_ms = 500\ntimeout_s = 1\n"
 PROMPTS = 12
 """Three times what the memory of an engine holds."""
-SOON_S = 100.0
+SOON_S = 600.0
 """Longer than a store that was stopped takes to be asked again, on a busy computer."""
 
 

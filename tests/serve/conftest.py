@@ -25,8 +25,8 @@ import penstock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-READY_S = 300.0
-SOON_S = 300.0
+READY_S = 900.0
+SOON_S = 900.0
 """Longer than anything takes that works: a busy machine is no failure."""
 ENDLESS_TOKENS = 16_000
 """An answer of so many takes a minute; those of the other model end after a second."""

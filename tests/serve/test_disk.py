@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SIZES = ("--blocks", "64", "--block-tokens", "8", "--host-gib", "0.01")
 PROMPT = "A block that is on a disk is found by the server that comes next. " * 3
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 def disk_of(running: Running) -> Any:

@@ -17,7 +17,7 @@ from penstock.serve.server_socket import listen
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-SOON_S = 60.0
+SOON_S = 600.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

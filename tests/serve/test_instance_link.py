@@ -17,7 +17,7 @@ from penstock.transport.base import BacklogError, Empty, Received, ReceivedFrame
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SOON_S = 60.0
+SOON_S = 600.0
 TOKEN = ms.TokenProgress(id="r", answer=0, token=7, reason="length")
 
 

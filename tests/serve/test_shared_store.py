@@ -19,7 +19,7 @@ PROMPT = [3 + each * 7 % 300 for each in range(112)]
 BLOCK_TOKENS = 8
 GENERATED = 40
 """Tokens of an answer: five blocks."""
-SOON_S = 120.0
+SOON_S = 600.0
 
 
 @pytest.fixture

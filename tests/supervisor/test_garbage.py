@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 class Bare:

@@ -18,7 +18,7 @@ from tests.descriptors import open_descriptors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SOON_S = 60.0
+SOON_S = 600.0
 
 
 @contextmanager

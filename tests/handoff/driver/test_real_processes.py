@@ -54,7 +54,7 @@ SETTINGS = HandoffSettings(
     ),
 )
 IN_FLIGHT = 8
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 class RankProcess:

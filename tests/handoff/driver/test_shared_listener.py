@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.shared_listener import ListenerShare
     from penstock.transport.zmq_channel import ZmqChannel
 
-SOON_S = 60.0
+SOON_S = 600.0
 
 
 def arrived(listener: SharedListener, share: ListenerShare, caller: ZmqChannel) -> ZmqChannel:
