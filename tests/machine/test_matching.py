@@ -75,6 +75,13 @@ def in_another_namespace(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("xy", namespace=b"adapter 2", content=11)
 
 
+def cached_for_other_weights(make_driver: MakeDriver) -> ef.Granted:
+    driver = make_driver()
+    driver.store("ab", content=11)
+    driver.handle(ev.ChangeWeights(before="v1", after="v2"))
+    return driver.acquire("xy", content=11)
+
+
 def in_a_tier_that_is_off(make_driver: MakeDriver) -> ef.Granted:
     driver = make_driver(device=3, host=8)
     driver.store("ab", "xy")
@@ -193,6 +200,7 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReas
     (still_saved, MissReason.FILLING, 0),
     (in_another_form, MissReason.FORM, 0),
     (in_another_namespace, MissReason.NAMESPACE, 0),
+    (cached_for_other_weights, MissReason.WEIGHTS, 0),
     (in_a_tier_that_is_off, MissReason.TIER_OFF, 0),
     (below_a_hub_that_is_off, MissReason.TIER_OFF, 0),
     (evicted_over_quota, MissReason.OVER_QUOTA, 0),

@@ -1,28 +1,41 @@
 """docs/vllm.md does what it says: its commands, with its files, on a machine as it is.
 
-Nothing is set that the page does not set, but for where the model lies and that vLLM reports
-nothing home.
+Nothing is set that the page does not set, but for where the model lies, ports that are free, and
+that vLLM reports nothing home. Servers on a processor without bfloat16 get the option that the page
+names for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import subprocess
 import sys
+import threading
+import urllib.request
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from processes import run_to_the_end
+from processes import END_S, ENGINE_S, ends, kill_session, run_to_the_end, session_of
+
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.vllm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 SECTION = re.compile(r"^## Ten minutes to a hit$(?P<text>.*?)^## ", re.S | re.M)
+PAIR = re.compile(r"^## Prefill and decode$(?P<text>.*?)^## ", re.S | re.M)
+PORTS = ("8000", "8100", "8200")
+"""Of the router, the prefill server and the decode server."""
+READY = "Application startup complete"
+UP = "up: 1 of 1 prefill servers, 1 of 1 decode servers"
 BLOCK = re.compile(r"^```(?P<fence>\w+)(?P<words>[^\n]*)\n(?P<text>.*?)^```$", re.S | re.M)
 FILE = re.compile(r"file=(?P<name>\S+)")
 ELSEWHERE = ("pip install", "vllm serve")
@@ -36,15 +49,20 @@ def needs_float32() -> bool:
     return platform.machine() == "aarch64" and " bf16" not in features
 
 
-def test_the_page_leads_to_a_hit_after_eviction(
-    tmp_path: Path, model: Callable[[str], Path]
-) -> None:
-    (section,) = SECTION.finditer(PAGE.read_text())
-    environment = {
+def as_on_the_page() -> dict[str, str]:
+    """The environment of the commands."""
+    return {
         **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def test_the_page_leads_to_a_hit_after_eviction(
+    tmp_path: Path, model: Callable[[str], Path]
+) -> None:
+    (section,) = SECTION.finditer(PAGE.read_text())
+    environment = as_on_the_page()
     commands, printed, promised = [], "", ""
     for block in BLOCK.finditer(section["text"]):
         if file := FILE.search(block["words"]):
@@ -67,3 +85,105 @@ def test_the_page_leads_to_a_hit_after_eviction(
     assert len(commands) == 4
     assert promised == "cached 480 tokens, 480 of them from host memory\n"
     assert promised in printed, printed[-4000:]
+
+
+@contextmanager
+def started(command: str, folder: Path, *, until: str) -> Iterator[list[str]]:
+    """A command of the page that goes on, from the line that says that it is ready."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"cd {folder} && exec {command}"],
+        env=as_on_the_page(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Whatever it starts is in its session.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    printed: list[str] = []
+    is_ready = threading.Event()
+
+    def listen() -> None:
+        for line in process.stdout or ():
+            printed.append(line)
+            if until in line:
+                is_ready.set()
+        # It has ended: nobody need wait for it.
+        is_ready.set()
+
+    # It goes on talking, and somebody must listen.
+    listening = threading.Thread(target=listen)
+    listening.start()
+    try:
+        assert is_ready.wait(ENGINE_S)
+        assert process.poll() is None, "".join(printed)[-6000:]
+        yield printed
+        process.terminate()
+        process.wait(END_S)
+        assert all(ends(pid) for pid in session_of(process.pid))
+    finally:
+        kill_session(process.pid)
+        listening.join()
+        process.stdout.close()
+        process.wait(END_S)
+
+
+def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
+    tmp_path: Path, model: Callable[[str], Path]
+) -> None:
+    page = PAGE.read_text()
+    (section,) = PAIR.finditer(page)
+    (settings,) = [each for each in BLOCK.finditer(page) if "file=penstock.toml" in each["words"]]
+    (tmp_path / "penstock.toml").write_text(settings["text"])
+    commands = [
+        command
+        for block in BLOCK.finditer(section["text"])
+        if block["fence"] in {"console", "sh"}
+        for command in re.findall(r"^\$ (.*)$", block["text"], re.M)
+    ]
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    typed = [command.replace("MODEL", str(model("seeing"))) for command in commands]
+    for printed, free in ports.items():
+        typed = [re.sub(rf"\b{printed}\b", str(free), command) for command in typed]
+    if needs_float32():
+        typed = [re.sub(r"^vllm serve", "vllm serve --dtype float32", each) for each in typed]
+    *prepare, prefill, decode, router = typed
+
+    for command in prepare:
+        shell = ["bash", "-c", f"cd {tmp_path} && {command}"]
+        status, said = run_to_the_end(shell, as_on_the_page())
+        assert status == 0, said[-4000:]
+    with ExitStack() as running:
+        for server in (prefill, decode):
+            running.enter_context(started(server, tmp_path, until=READY))
+        running.enter_context(started(router, tmp_path, until=UP))
+        answer = complete(ports["8000"])
+        received = counted(ports["8200"], "prompts_received")
+
+    assert len(prepare) == 2
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+    assert received == 1
+
+
+PROMPT = [10 + (7 * each) % 1000 for each in range(300)]
+"""More than two blocks of vLLM on CPUs, which have 128 tokens."""
+
+
+def complete(port: int) -> dict[str, Any]:
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=ENGINE_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def counted(port: int, name: str) -> float:
+    """A number of the connector's on the page of a server."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ENGINE_S) as page:
+        lines = page.read().decode().splitlines()
+    found = [line for line in lines if line.startswith(f"vllm:penstock_{name}_total{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in found)

@@ -104,7 +104,8 @@ def server(
     for block in FILE.finditer(page):
         (folder / block["name"]).write_text(block["text"])
     [port] = free_ports(1)
-    (found,) = COMMAND.finditer(page)
+    # The first one; `test_page.py` starts those of prefill and decode.
+    found = next(COMMAND.finditer(page))
     served = found["command"].replace("MODEL", str(model("seeing")))
     process = subprocess.Popen(
         f"penstock vllm-config penstock.toml --bare > transfer.json && "

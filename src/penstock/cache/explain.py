@@ -36,6 +36,8 @@ class MissReason(Enum):
     """The only copies lie in a form that this engine cannot read."""
     NAMESPACE = "namespace"
     """The same tokens are known in another namespace: adapter, tenant or weights differ."""
+    WEIGHTS = "weights changed"
+    """It was cached for weights that the model had before."""
     TIER_OFF = "tier off"
     """The only copies lie in a tier that is off."""
     OVER_QUOTA = "over quota"

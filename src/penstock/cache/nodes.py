@@ -42,7 +42,10 @@ _SORTED_AT_ONCE = 16_384
 _ONE = np.int32(1)
 """Of the counts' own type: `np.add.at` takes three to twenty times as long with an int."""
 _ONE_COPY = np.int16(1)
-_ARRAYS = ("parent", "child_count", "copy_count", "tenant", "hits", "pins", "priority", "run")
+_ARRAYS = (
+    *("parent", "child_count", "copy_count", "tenant", "hits", "pins", "priority", "run"),
+    "weights",
+)
 
 
 class NodeTable:
@@ -73,6 +76,12 @@ class NodeTable:
         """Whether a node ever had another priority than zero."""
         self.run = np.zeros(capacity, dtype=np.int32)
         """How many nodes before it, numbered downwards one by one, are its ancestors."""
+        self.weights = np.zeros(capacity, dtype=np.int32)
+        """Which weights it was computed with: a number of `Weights`."""
+        self.weights_now = 0
+        """Those of new nodes."""
+        self.is_mixed = False
+        """Whether there may be nodes of several weights."""
         self._unused = _Numbers(capacity)
         self._look_at_arrays()
 
@@ -201,6 +210,8 @@ class NodeTable:
         self.hits[place] = 0
         self.pins[place] = 0
         self.priority[place] = 0
+        if self.is_mixed:
+            self.weights[place] = self.weights_now
         return nodes
 
     def add_forest(
@@ -227,6 +238,8 @@ class NodeTable:
         for array in (self.child_count, self.copy_count, self.hits, self.pins, self.priority):
             array[nodes] = 0
         self.parent[nodes] = before
+        if self.is_mixed:
+            self.weights[nodes] = self.weights_now
         np.add.at(self.child_count, before[before != NOWHERE], _ONE)
         self.tenant[nodes] = tenant
         place = np.arange(count, dtype=np.int32)
@@ -306,6 +319,15 @@ class NodeTable:
         left = self.copy_count.take(nodes) - _ONE_COPY
         self.copy_count[nodes] = left
         self._copied -= len(nodes) - int(np.count_nonzero(left))
+
+    def use_weights(self, number: int) -> None:
+        """From now on new nodes are of these weights; those that are there keep theirs."""
+        self.weights_now = number
+        self.is_mixed = True
+
+    def of_weights_now(self, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those of some nodes that were computed with the weights of now."""
+        return nodes[self.weights[nodes] == self.weights_now] if self.is_mixed else nodes
 
     def hollow_count(self) -> int:
         """How many known blocks have no copy anywhere."""

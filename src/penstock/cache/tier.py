@@ -299,6 +299,11 @@ class Tier:
             return None
         return self._priority_view[node]
 
+    def placed_nodes(self) -> NDArray[np.int32]:
+        """The blocks that have a slot here, also those that are being written."""
+        nodes: NDArray[np.int32] = self.pool.node[self.pool.node != NOWHERE]
+        return nodes
+
     def ready_nodes(self) -> NDArray[np.int32]:
         """The blocks that can be matched here."""
         state = self.pool.state

@@ -71,7 +71,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         id=LeaseId(books.lease_next),
         request=event.request,
         tenant=tenant,
-        epoch=books.ledger.epoch,
+        era=books.era,
         table=table,
         matched_blocks=matched,
         token_count=matched * block_tokens,

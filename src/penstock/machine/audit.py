@@ -258,7 +258,7 @@ def _audit_lease(books: Books, lease: LeaseRecord, states: list[int], nodes: lis
         _fail(books, f"lease {lease.id} has a slot twice")
     if any(states[slot] in (FREE, LEAVING) for slot in table):
         _fail(books, f"lease {lease.id} has slots that are free or leaving")
-    if lease.state is _LEASE_READY and lease.epoch == books.ledger.epoch:
+    if lease.state is _LEASE_READY and lease.era == books.era:
         for slot in table[: lease.matched_blocks]:
             # A block of its own that it shares with a fork has no name and is still filling.
             if states[slot] == DOOMED or (states[slot] == FILLING and nodes[slot] != NOWHERE):
@@ -326,7 +326,7 @@ Frozen = tuple[object, ...]
 
 def freeze(books: Books) -> Frozen:
     return (
-        ("epoch", books.ledger.epoch),
+        ("epoch", books.ledger.epoch, books.era),
         ("lost_ranks", tuple(sorted(books.lost_ranks))),
         ("tiers", tuple(_tier(books, tier) for tier in books.owned_tiers())),
         ("operations", tuple(_operation(o) for o in books.ledger.operations.values())),
@@ -378,7 +378,7 @@ def _lease(lease: LeaseRecord) -> Frozen:
         lease.id,
         lease.request,
         lease.tenant,
-        lease.epoch,
+        lease.era,
         tuple(lease.table.tolist()),
         lease.matched_blocks,
         lease.token_count,

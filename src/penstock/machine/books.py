@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +35,7 @@ from penstock.machine.gate import Rates
 from penstock.machine.kv_events import EventLog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,6 +51,8 @@ _TENANTS_MIN = 64
 """How many tenants are remembered in any case."""
 _STORY_LENGTH = 20
 """How much of the history goes with a defect that concerns no block in particular."""
+_WEIGHTS_MIN = 64
+"""How many versions of the weights are remembered in any case."""
 _CONTENT_LIMIT = 4096
 """How many prompts' first blocks are remembered, each with its namespaces."""
 _NAMESPACE_LIMIT = 64
@@ -119,7 +121,7 @@ class LeaseRecord:
     id: LeaseId
     request: str
     tenant: int
-    epoch: int
+    era: int
     """Blocks computed before a reset are not published after it."""
     table: NDArray[np.int32]
     """Device slots in token order."""
@@ -156,6 +158,50 @@ class LeaseRecord:
     def append(self, slots: NDArray[np.int32]) -> None:
         """Adds slots at the end of the table."""
         self.table = np.concatenate((self.table, slots))
+
+
+class Weights:
+    """The versions of the weights that the model has and had, and what was known under them."""
+
+    def __init__(self, nodes: NodeTable) -> None:
+        self._nodes = nodes
+        self._numbers: dict[str, int] = {}
+        """The number of each version, as nodes have it."""
+        self._last = 0
+        self.era = 0
+        """How often everything was voided, or the weights changed."""
+        self.earlier_contents: dict[int, None] = {}
+        """First blocks by their tokens alone that were known under other weights."""
+
+    def change(
+        self, before: str, after: str, contents: Iterable[int], lower: Sequence[Tier]
+    ) -> None:
+        """New nodes are of other weights from now on; those in lower tiers keep theirs.
+
+        Args:
+            before: The version of now, of which these `contents` are known.
+            after: The new version.
+            contents: First blocks by their tokens.
+            lower: The tiers below the device.
+        """
+        numbers = self._numbers
+        numbers.setdefault(before, self._nodes.weights_now)
+        if after not in numbers:
+            if len(numbers) >= _WEIGHTS_MIN:
+                self._forget_unused(lower)
+            self._last += 1
+            self._numbers[after] = self._last
+        self._nodes.use_weights(self._numbers[after])
+        self.earlier_contents.update(dict.fromkeys(contents))
+        excess = len(self.earlier_contents) - _CONTENT_LIMIT
+        for content in list(islice(self.earlier_contents, max(0, excess))):
+            del self.earlier_contents[content]
+
+    def _forget_unused(self, lower: Sequence[Tier]) -> None:
+        left = {self._nodes.weights_now}
+        for tier in lower:
+            left.update(np.unique(self._nodes.weights[tier.placed_nodes()]).tolist())
+        self._numbers = {name: each for name, each in self._numbers.items() if each in left}
 
 
 class Books:
@@ -208,6 +254,7 @@ class Books:
         """Blocks being computed right now, one a lease: the next it will publish."""
         self.contents: dict[int, set[bytes]] = {}
         """First blocks by their tokens alone, and the namespaces they are known in."""
+        self.weights = Weights(self.nodes)
         self.staging: dict[int, OperationId] = {}
         """Hub slots that a stage is filling, and which one: their blocks can be passed on."""
         self.sightings: dict[Key, int] = {}
@@ -239,6 +286,11 @@ class Books:
         if tier is None:
             raise InvariantViolation(f"tier {index} has no slots of ours")
         return tier
+
+    @property
+    def era(self) -> int:
+        """What requests of an earlier era compute is not published."""
+        return self.weights.era
 
     def owned_tiers(self) -> list[Tier]:
         """All tiers with slots of ours."""

@@ -10,7 +10,7 @@
 | `RankLost RankBack TierOff TierOn`            | the runtime                     |
 | `ResizeTier`                                  | the operator                    |
 | `Discovered Vanished`                         | the runtime, for a store        |
-| `Tick Reset EmptyDevice`                      | the engine's step, the operator |
+| `Tick Reset ChangeWeights EmptyDevice`        | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.
 """
@@ -277,3 +277,14 @@ class Reset(Event, frozen=True, kw_only=True):
     """Everything cached is void from now on."""
 
     why: str
+
+
+class ChangeWeights(Event, frozen=True, kw_only=True):
+    """The model has other weights: keys are others from now on.
+
+    What lies in memory below the device stays, and is found again when its weights come back. That
+    needs names: if the weights of before have none, or the same one, everything is void.
+    """
+
+    before: str
+    after: str

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import (
+        ChangeWeights,
         Discovered,
         EmptyDevice,
         RankBack,
@@ -45,19 +46,59 @@ SLOTS_MAX = 2**31 - 1
 def reset(books: Books, event: Reset, now: float) -> None:
     """Voids everything cached. Running requests keep their blocks, unpublished."""
     books.history.add(now, "reset", event.why)
+    _stop_all(books, now, "reset")
+    _void_all(books, MissReason.RESET, now, "reset")
+    books.contents.clear()
+    books.weights.earlier_contents.clear()
+    _begin_era(books)
+
+
+def change_weights(books: Books, event: ChangeWeights, now: float) -> None:
+    """Keys are others from now on; running requests keep their blocks, unpublished.
+
+    Blocks in memory below the device stay under their keys, which name their weights. The device
+    is emptied: its room is needed at once. Stored tiers list what they have of the new weights.
+    """
+    books.history.add(now, "weights changed", event.after)
+    _stop_all(books, now, "the weights have changed")
+    if not event.before or event.before == event.after:
+        # The same keys may come back, for other bytes.
+        _void_all(books, MissReason.WEIGHTS, now, "weights")
+    for tier in books.owned_tiers():
+        if tier.index == DEVICE or tier.settings.stored:
+            _empty(books, tier, MissReason.WEIGHTS, now, "weights")
+    books.weights.change(event.before, event.after, books.contents, books.lower_tiers())
+    books.contents.clear()
+    _begin_era(books)
+    for tier in books.lower_tiers():
+        back = books.nodes.of_weights_now(tier.ready_nodes())
+        if len(back):
+            # Those of a chain are mostly numbered one by one.
+            copies.announce(books, tier, np.sort(back))
+
+
+def _stop_all(books: Books, now: float, why: str) -> None:
+    """Cancels what is under way; what running requests compute is not published."""
     for lease in list(books.leases.values()):
         books.aim(lease, None)
         if lease.state is LeaseState.LOADING:
             leases.lose(books, lease, now)
     for operation in books.ledger.running():
-        copies.decide(books, operation, OperationMove.CANCEL, now, failure="reset")
+        copies.decide(books, operation, OperationMove.CANCEL, now, failure=why)
+
+
+def _void_all(books: Books, reason: MissReason, now: float, cause: str) -> None:
+    """Empties all tiers; sums of before do not pass any more, whatever still lies in slots."""
     for tier in books.owned_tiers():
-        _empty(books, tier, MissReason.RESET, now, "reset")
+        _empty(books, tier, reason, now, cause)
+    books.ledger.epoch += 1
+
+
+def _begin_era(books: Books) -> None:
     books.foreign.clear()
     books.sightings.clear()
-    books.contents.clear()
-    books.ledger.epoch += 1
-    books.kv_events.cleared(books.ledger.epoch)
+    books.weights.era += 1
+    books.kv_events.cleared(books.era)
 
 
 def empty_device(books: Books, event: EmptyDevice, now: float) -> None:

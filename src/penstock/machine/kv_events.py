@@ -137,7 +137,7 @@ class EventLog:
         blocks: dict[str, list[tuple[bytes, bytes | None]]] = {}
         for tier in tiers:
             rows = blocks[tier.name] = []
-            for node in tier.ready_nodes().tolist():
+            for node in nodes.of_weights_now(tier.ready_nodes()).tolist():
                 parent = int(nodes.parent[node])
                 rows.append((nodes.key_of(node), None if parent < 0 else nodes.key_of(parent)))
         return Snapshot(sequence=self.sequence, epoch=self.epoch, blocks=blocks)

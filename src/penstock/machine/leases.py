@@ -134,7 +134,7 @@ def fork(books: Books, event: Fork, now: float) -> None:
         id=LeaseId(books.lease_next),
         request=event.request,
         tenant=lease.tenant,
-        epoch=lease.epoch,
+        era=lease.era,
         table=lease.table[:filled].copy(),
         matched_blocks=lease.published_blocks,
         token_count=lease.token_count,
@@ -178,7 +178,7 @@ def commit(books: Books, event: Commit, now: float) -> None:
     lease = books.lease(event.lease)
     _check(books, lease, event)
     lease.token_count = event.token_count
-    if not lease.store or lease.epoch != books.ledger.epoch:
+    if not lease.store or lease.era != books.era:
         return
     first = lease.published_blocks
     count = len(event.keys)
@@ -228,7 +228,7 @@ def _check(books: Books, lease: LeaseRecord, event: Commit) -> None:
     if not books.nodes.ids.keys().isdisjoint(event.keys):
         books.require_no_circle(event.keys, lease.tail_key)
     full = event.token_count // block_tokens - lease.published_blocks
-    if lease.store and lease.epoch == books.ledger.epoch and len(event.keys) != full:
+    if lease.store and lease.era == books.era and len(event.keys) != full:
         raise ValueError(f"{len(event.keys)} keys for {full} blocks that are full now")
 
 
@@ -314,14 +314,14 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
 
 def _let_go(books: Books, lease: LeaseRecord, keep: int) -> None:
     """What the request does not expect to be used again is the first to leave."""
-    if lease.tail_key is not None and lease.epoch == books.ledger.epoch:
+    if lease.tail_key is not None and lease.era == books.era:
         books.let_go(books.nodes.path_to(books.nodes.get(lease.tail_key))[keep:])
 
 
 def _save_for_return(books: Books, lease: LeaseRecord, now: float) -> None:
     hub = books.hub
     device = books.device
-    if lease.tail_key is None or lease.epoch != books.ledger.epoch:
+    if lease.tail_key is None or lease.era != books.era:
         return
     nodes = books.nodes.path_to(books.nodes.get(lease.tail_key))
     nodes = nodes[device.slot_of[nodes] != NOWHERE]

@@ -296,4 +296,5 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Tick: _tick,
     ev.EmptyDevice: faults.empty_device,
     ev.Reset: faults.reset,
+    ev.ChangeWeights: faults.change_weights,
 }

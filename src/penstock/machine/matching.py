@@ -113,6 +113,8 @@ def explain_first(books: Books, miss: Miss, content: int, namespace: bytes) -> M
         known = books.contents.get(content)
         if known is not None and namespace not in known:
             return Miss(reason=MissReason.NAMESPACE, block=0)
+        if content in books.weights.earlier_contents:
+            return Miss(reason=MissReason.WEIGHTS, block=0)
     return miss
 
 

@@ -171,7 +171,7 @@ def gather(books: Books) -> CacheStatistics:
     counters = books.counters
     states = [operation.state for operation in books.ledger.operations.values()]
     return CacheStatistics(
-        epoch=books.ledger.epoch,
+        epoch=books.era,
         healthy=books.healthy,
         lost_ranks=tuple(sorted(books.lost_ranks)),
         blocks_known=len(books.nodes),

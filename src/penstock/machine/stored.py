@@ -55,6 +55,8 @@ def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[n
     """
     if not tier.settings.stored:
         return nodes
+    # A store keeps blocks of other weights apart: those that stayed in memory are not for now.
+    nodes = books.nodes.of_weights_now(nodes)
     under_way = books.rates.hops[HUB, tier.index].queued
     admitted = nodes[: max(0, saves_max(books, books.tier(HUB).pool.slot_count) - under_way)]
     books.counters.saves_skipped += len(nodes) - len(admitted)

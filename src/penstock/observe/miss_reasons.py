@@ -45,6 +45,10 @@ MISS_ADVICE = {
         "the same text is cached for another tenant, adapter or version of the weights",
         "If they may share it, give them the same tenant and weights_version.",
     ),
+    MissReason.WEIGHTS: MissAdvice(
+        "the same text was cached for weights that the model had before",
+        "Nothing: KV of other weights cannot be used. It is found again if they come back.",
+    ),
     MissReason.TIER_OFF: MissAdvice(
         "the copy lies in a tier that is off", "See under health why the tier is off."
     ),

@@ -20,6 +20,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.events import (
     Cancel,
+    ChangeWeights,
     CopyReport,
     Event,
     Prefetch,
@@ -210,10 +211,15 @@ class Driver:
             self._check_resets(self.stored)
         return effects
 
-    def change_weights(self, config: Config) -> list[ef.Effect]:
-        """Voids everything cached here; in the store, other weights have blocks of their own."""
+    def change_weights(self, config: Config, *, before: str) -> list[ef.Effect]:
+        """From now on blocks of other weights are meant, here and in the store.
+
+        Args:
+            config: With the version that the weights have now.
+            before: The version that they had.
+        """
         # What eviction policies have learned is kept: it is of the traffic, which goes on.
-        effects = self.handle(Reset(why=f"weights are now {config.model.weights_version}"))
+        effects = self.handle(ChangeWeights(before=before, after=config.model.weights_version))
         if self.stored is not None:
             self.stored.enter_space_of(config)
             self.stored.dispatch()
