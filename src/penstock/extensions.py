@@ -61,6 +61,10 @@ class DataTransport:
     """Whether both take `pin=` (`penstock.transport.remote.PinMemory`), which registers their
     memory for copies of a GPU. Only such a transport serves KV that lies on one."""
 
+    takes_addresses: bool = False
+    """Whether `open_target` and `open_writer` take `addresses=`
+    (`penstock.transport.remote.HandoffAddresses`), by which they choose a network interface."""
+
     def __post_init__(self) -> None:
         if (self.connect is None) == (self.open_writer is None):
             raise ValueError("a DataTransport must have one of connect and open_writer")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +51,7 @@ def open_ready(target: NixlTarget, size: int, peer: str = "rank 0") -> NixlArea:
 
     def is_ready() -> bool:
         target.notices()
-        assert not area.failure
+        assert not area.failure, area.failure
         return area.ready
 
     until(is_ready, target.descriptor, "the area is not ready")
@@ -90,6 +92,22 @@ def pid_of(relay: RelayProcess, *, after: int | None = None) -> int:
     pid = relay.pid
     assert pid is not None
     return pid
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where the TCP sockets of a process listen: address and port."""
+    own = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            row = line.split()
+            if row[3] == "0A" and f"socket:[{row[9]}]" in own:
+                host, port = row[1].split(":")
+                # The kernel prints each four bytes as a number of this machine.
+                words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+                packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+                found.add((str(ip_address(packed)), int(port, 16)))
+    return found
 
 
 def received_bytes(pid: int) -> int:

@@ -45,6 +45,7 @@ from penstock.relay.agents import is_installed
 from penstock.relay.process import hold_relay
 from penstock.transport.machine_keys import is_local
 from penstock.transport.private_folder import socket_path
+from penstock.transport.remote import HandoffAddresses
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import ChannelSettings
 from penstock.vocabulary.dtypes import DType
@@ -130,7 +131,9 @@ class Peers:
         self._watched = select.epoll()
         self._watched.register(self._listener.descriptor, select.EPOLLIN)
         # NIXL takes seconds to load: not while a request waits for its pair.
-        self._relay = hold_relay() if tier is not None and self._may_use_nixl() else None
+        self._relay = None
+        if tier is not None and self._may_use_nixl():
+            self._relay = hold_relay(HandoffAddresses(own=[self.address]))
 
     @property
     def address(self) -> str:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.device import Kv
-    from penstock.transport.remote import PinMemory
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 
@@ -267,7 +266,7 @@ def open_decode(
 def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
     assert opening.tier is not None
     taker: PartTaker[Any]
-    options: dict[str, PinMemory] = {}
+    options: dict[str, Any] = {}
     if opening.on_gpu:
         from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415
 
@@ -275,6 +274,8 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
         taker = opening.undo.enter_context(
             closing(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
         )
+    if opening.transport.takes_addresses:
+        options["addresses"] = opening.addresses(name)
     target = opening.transport.open_target(folder, **options)
     opening.undo.callback(target.close)
     if not opening.on_gpu:

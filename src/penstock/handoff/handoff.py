@@ -34,6 +34,7 @@ from penstock.handoff.protocol.states import HandoffOutcome
 from penstock.handoff.transports import transport_named
 from penstock.runtime.access import Access
 from penstock.runtime.device import ALGORITHMS, memory_tier
+from penstock.transport.remote import HandoffAddresses
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_descriptors,
@@ -422,6 +423,18 @@ class Opening:
         if difference := form.difference(said):
             raise ValueError(f"kv of rank {number} does not fit layouts[{number}]: {difference}")
         return name
+
+    def addresses(self, name: str) -> HandoffAddresses:
+        """Where a rank is, and the engine that it exchanges KV with."""
+        places = {True: self.directory.prefill, False: self.directory.decode}
+        is_prefill = name in self.directory.prefill.rank_names
+        own, other = places[is_prefill], places[not is_prefill]
+        return HandoffAddresses(
+            own=[each for each in (self.directory.place_of(name).address, own.address) if each],
+            peers=[
+                each for each in (other.address, *(rank.address for rank in other.ranks)) if each
+            ],
+        )
 
     def __enter__(self) -> Self:
         return self

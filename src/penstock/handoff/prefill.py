@@ -397,7 +397,9 @@ def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
         )
         pin = pin_memory
         events = opening.undo.enter_context(closing(LayerEvents(StreamEvent)))
-    writer = opening.undo.enter_context(closing(Writer(opening.transport, pin=pin)))
+    writer = opening.undo.enter_context(
+        closing(Writer(opening.transport, pin=pin, addresses=opening.addresses(name)))
+    )
     driver = PrefillRankDriver(
         opening.directory,
         name,

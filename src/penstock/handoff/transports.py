@@ -27,20 +27,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from penstock.transport.remote import PinMemory, Target, WriterLink
+    from penstock.transport.remote import HandoffAddresses, PinMemory, Target, WriterLink
 
 
 def _shared_target(folder: Path | None, *, pin: PinMemory | None = None) -> Target:
     return SharedTarget(huge_pages=False, pin=pin, folder=folder)
 
 
-def _nixl_target(_folder: Path | None, *, pin: PinMemory | None = None) -> Target:
-    return NixlTarget(pin=pin)
+def _nixl_target(
+    _folder: Path | None,
+    *,
+    pin: PinMemory | None = None,
+    addresses: HandoffAddresses | None = None,
+) -> Target:
+    return NixlTarget(pin=pin, addresses=addresses)
 
 
 TRANSPORTS: dict[str, DataTransport] = {
     SHARED_MEMORY: DataTransport(open_target=_shared_target, connect=connect_shared, pins=True),
-    NIXL: DataTransport(open_target=_nixl_target, open_writer=NixlWriter, pins=True),
+    NIXL: DataTransport(
+        open_target=_nixl_target, open_writer=NixlWriter, pins=True, takes_addresses=True
+    ),
 }
 """The built-in ones."""
 
@@ -93,11 +100,18 @@ def choose_transport(name: str, addresses: Sequence[str], *, place: str = "trans
 class Writer:
     """What a prefill rank connects with, whichever transport it is."""
 
-    def __init__(self, transport: DataTransport, *, pin: PinMemory | None = None) -> None:
+    def __init__(
+        self,
+        transport: DataTransport,
+        *,
+        pin: PinMemory | None = None,
+        addresses: HandoffAddresses | None = None,
+    ) -> None:
         options = {} if pin is None else {"pin": pin}
         self._opened: Any = None
         if transport.open_writer is not None:
-            self._opened = transport.open_writer(**options)
+            places = {"addresses": addresses} if transport.takes_addresses else {}
+            self._opened = transport.open_writer(**options, **places)
         plain = None if transport.connect is None else partial(transport.connect, **options)
         self.connect: Callable[[bytes], WriterLink] = plain or self._opened.connect
         """Makes a link to the area that a target described; see `penstock.transport.remote`."""

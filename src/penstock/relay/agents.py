@@ -38,7 +38,7 @@ ENVIRONMENT = (
     ("UCX_LOG_LEVEL", "fatal"),
     ("NIXL_LOG_LEVEL", "FATAL"),
 )
-"""What UCX and NIXL read when they are loaded. Interfaces can be chosen by `UCX_NET_DEVICES`."""
+"""What UCX and NIXL read when they are loaded, beside the interface: see `interfaces`."""
 _RDMA = Path("/sys/class/infiniband")
 
 

@@ -1,6 +1,6 @@
 """The relay of this process: started, watched, and asked for sessions.
 
-    relay = hold_relay()                       a supervisor and a relay; waits until it is there
+    relay = hold_relay(addresses)              a supervisor and a relay; waits until it is there
     session = relay.open_session(opened, fd)   one landing area or one link
     relay.poll()                               whenever `descriptor` is readable
     relay.release()                            the last who holds it ends it
@@ -27,11 +27,13 @@ import msgspec
 
 from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.relay.agents import ENVIRONMENT, is_installed
+from penstock.relay.interfaces import Environment, ucx_environment
 from penstock.relay.messages import CLOSED, FRAME_BYTES_MAX, NEW_SESSION
 from penstock.supervisor.embedded import EmbeddedProcess
 from penstock.supervisor.spec import ProcessSpec
 from penstock.transport.base import Empty
 from penstock.transport.packets import Packet, channel_pair, receive_packet, send_packet
+from penstock.transport.remote import HandoffAddresses
 from penstock.transport.shared_memory import is_hung_up, listen, pidfd_of_peer, user_of_peer
 from penstock.transport.waiting import wait_readable
 
@@ -125,27 +127,31 @@ class RelaySession:
 
 
 class RelayProcess:
-    """The relay of this process. It belongs to one thread.
+    """A relay of this process. It belongs to one thread.
+
+    Args:
+        environment: keeps UCX to a network interface, see `interfaces`; left out, to loopback.
 
     Raises:
         ConfigError: NIXL is not installed.
         UnavailableError: the relay does not start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Environment | None = None) -> None:
         require_nixl()
+        if environment is None:
+            environment = ucx_environment(HandoffAddresses())
         self._listener, self._path = listen()
         self._connection: socket.socket | None = None
         self._pidfd = -1
         self._closing: list[RelaySession] = []
         self._holds = 1
-        self._owner = os.getpid()
         self._epoll = select.epoll()
         spec = ProcessSpec(
             name="relay",
             module=MODULE,
             arguments=(str(self._path),),
-            environment=ENVIRONMENT,
+            environment=(*ENVIRONMENT, *environment),
             stop_s=STOP_S,
         )
         self._process = EmbeddedProcess(spec)
@@ -224,7 +230,8 @@ class RelayProcess:
         """Ends the relay, if nobody else holds it."""
         self._holds -= 1
         if not self._holds:
-            _held.pop(self._owner, None)
+            for key in [key for key, relay in _held.items() if relay is self]:
+                del _held[key]
             self.close()
 
     def hold(self) -> None:
@@ -282,26 +289,32 @@ class RelayProcess:
         self._path.unlink(missing_ok=True)
 
 
-_held: dict[int, RelayProcess] = {}
-"""The relay that targets and writers of this process share, by its id: a fork has none."""
+_held: dict[tuple[int, Environment], RelayProcess] = {}
+"""The relays that targets and writers of a process share, one for each network interface, by the
+process: a fork has none."""
 
 
-def hold_relay(given: RelayProcess | None = None) -> RelayProcess:
-    """The relay of this process, started if there is none; `release` gives it back.
+def hold_relay(
+    addresses: HandoffAddresses | None = None, *, given: RelayProcess | None = None
+) -> RelayProcess:
+    """The relay of this process for some addresses, started if there is none.
+
+    `release` gives it back.
 
     Args:
+        addresses: whose network interface it uses; left out, it is reached on this machine only.
         given: one to use instead; the caller releases it as it would the other.
 
     Raises:
         ConfigError: NIXL is not installed.
-        UnavailableError: the relay does not start.
+        UnavailableError: the relay does not start, or the addresses are on no interface.
     """
     if given is not None:
         return given
-    held = _held.get(os.getpid())
+    key = os.getpid(), ucx_environment(addresses or HandoffAddresses())
+    held = _held.get(key)
     if held is not None:
         held.hold()
         return held
-    relay = RelayProcess()
-    _held[os.getpid()] = relay
+    _held[key] = relay = RelayProcess(key[1])
     return relay

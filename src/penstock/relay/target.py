@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from penstock.relay.process import RelayProcess, RelaySession
     from penstock.tiers.arena import Arena
-    from penstock.transport.remote import Area, PinMemory
+    from penstock.transport.remote import Area, HandoffAddresses, PinMemory
 
 
 class NixlArea:
@@ -84,14 +84,21 @@ class NixlTarget:
     Args:
         relay: to use instead of the one that this process shares; it is released in the end.
         pin: makes the memory fit for a device; see `PinMemory`.
+        addresses: whose interface is used; left out, writers are on this machine.
 
     Raises:
         ConfigError: NIXL is not installed.
         UnavailableError: its relay does not start.
     """
 
-    def __init__(self, *, pin: PinMemory | None = None, relay: RelayProcess | None = None) -> None:
-        self.relay = hold_relay(relay)
+    def __init__(
+        self,
+        *,
+        pin: PinMemory | None = None,
+        addresses: HandoffAddresses | None = None,
+        relay: RelayProcess | None = None,
+    ) -> None:
+        self.relay = hold_relay(addresses, given=relay)
         self._arenas = ArenaPool(huge_pages=False, pin=pin)
         self._areas: Areas[NixlArea] = Areas()
         self._epoll = select.epoll()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from penstock.relay.messages import NixlDescription
     from penstock.relay.process import RelayProcess
-    from penstock.transport.remote import PinMemory, Span, WriteEnd
+    from penstock.transport.remote import HandoffAddresses, PinMemory, Span, WriteEnd
 
 STALLED_S = 30.0
 """A link of which no write has ended for so long has failed: the cable may be cut."""
@@ -58,14 +58,21 @@ class NixlWriter:
     Args:
         relay: to use instead of the one that this process shares; it is released in the end.
         pin: makes the mirrors fit for a device; see `PinMemory`.
+        addresses: whose interface is used; left out, targets are on this machine.
 
     Raises:
         ConfigError: NIXL is not installed.
         UnavailableError: its relay does not start.
     """
 
-    def __init__(self, *, pin: PinMemory | None = None, relay: RelayProcess | None = None) -> None:
-        self.relay = hold_relay(relay)
+    def __init__(
+        self,
+        *,
+        pin: PinMemory | None = None,
+        addresses: HandoffAddresses | None = None,
+        relay: RelayProcess | None = None,
+    ) -> None:
+        self.relay = hold_relay(addresses, given=relay)
         self._pin = pin
         self._links: list[NixlLink] = []
 

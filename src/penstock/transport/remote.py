@@ -21,7 +21,7 @@ own *fence* does, and `free` refuses before it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,6 +87,19 @@ class Notice:
 PinMemory = Callable[[Any], Callable[[], None]]
 """Makes memory, an array of bytes, fit for the copies of a device; what it returns undoes that.
 It is undone before the memory goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffAddresses:
+    """Where a rank is, and whom it hands KV to or gets it from: `tcp://HOST:PORT`, `ipc://PATH`.
+
+    A transport that listens on a network does so on the interface of the own ones.
+    """
+
+    own: Sequence[str] = ()
+    """Of the rank, if it listens, and of its engine's scheduler."""
+    peers: Sequence[str] = ()
+    """Of the other engine and its ranks."""
 
 
 class Memory(Protocol):
