@@ -35,7 +35,7 @@ CAPTIONS = {
     "loadtest": "penstock load",
     "machine": "events in, effects out",
     "movers": "copy blocks",
-    "observe": "logs, metrics",
+    "observe": "statistics, metrics",
     "relay": "NIXL between machines",
     "replay": "traces through the cache",
     "runtime": "Cache, ranks, step()",

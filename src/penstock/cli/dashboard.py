@@ -22,7 +22,7 @@ from penstock.cli.serve import (
 from penstock.config.schema import LOG_LEVELS
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError, install_hint, shown
-from penstock.observe import logs
+from penstock.logs import set_up_logs
 
 PORT = 8090
 """Not 8000, where vLLM and Penstock are, nor 30000, where SGLang is."""
@@ -92,7 +92,7 @@ def show_dashboard(
     with listen(table.host, port) as bound:
         from penstock.serve.dashboard import run_dashboard  # noqa: PLC0415
 
-        logs.set_up(table.log_level, as_json=table.log_json)
+        set_up_logs(table.log_level, as_json=table.log_json)
         key = find_key(table)
         warn_of_openness(table, key, on_command_line=api_key is not None)
         servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"

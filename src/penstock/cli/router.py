@@ -24,7 +24,7 @@ from penstock.cli.serve import (
 from penstock.config.schema import LOG_LEVELS
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError, install_hint, shown
-from penstock.observe import logs
+from penstock.logs import set_up_logs
 
 if TYPE_CHECKING:
     from penstock.serve.vllm_router import VllmRouter
@@ -104,7 +104,7 @@ def route(  # noqa: PLR0913 - as many options as there are settings
     with listen(table.host, table.port) as bound:
         from penstock.serve.vllm_app import RouterSettings, run_router  # noqa: PLC0415
 
-        logs.set_up(table.log_level, as_json=table.log_json)
+        set_up_logs(table.log_level, as_json=table.log_json)
         key = find_key(table)
         warn_of_openness(table, key, on_command_line=api_key is not None)
         settings = RouterSettings(

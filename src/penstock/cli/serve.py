@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.cli.conventions import ConfigOption
 from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import UnavailableError, install_hint
-from penstock.observe import logs
+from penstock.logs import set_up_logs
 from penstock.store.base import OPENING
 from penstock.store.embedded import STARTING
 
@@ -257,7 +257,7 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
 
         config = settle(given, options)
         assert config.serve is not None
-        logs.set_up(config.serve.log_level, as_json=config.serve.log_json)
+        set_up_logs(config.serve.log_level, as_json=config.serve.log_json)
         key = find_key(config.serve)
         if bound is not None:
             warn_of_openness(config.serve, key, on_command_line=options.api_key is not None)

@@ -16,7 +16,7 @@ from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write
 from penstock.config import load_completed
 from penstock.config.schema import LOG_LEVELS
 from penstock.errors import ConfigError
-from penstock.observe import logs
+from penstock.logs import set_up_logs
 from penstock.runtime.stop_signal import StopSignal
 from penstock.runtime.stored_tiers import store_config
 from penstock.store.disk_cipher import load_cipher
@@ -70,7 +70,7 @@ def store(
     if log_level not in LOG_LEVELS:
         raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
     found = stored_tiers_of(config)
-    logs.set_up(log_level, as_json=False)
+    set_up_logs(log_level, as_json=False)
     with StopSignal((signal.SIGTERM, signal.SIGINT)) as stop:
         status = serve_store(found, stop=stop.descriptor)
     if status:

@@ -40,8 +40,8 @@ from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceRole, InstanceSpec, read_sealed
 from penstock.errors import CapacityError, PeerError, UnavailableError
+from penstock.logs import set_up_logs
 from penstock.machine.kv_events import KEYS_PER_EVENT, AllCleared, BlocksStored, chains_of
-from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
 from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any, wait_readable
@@ -577,7 +577,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
 def main(given: str) -> int:
     """Runs the instance; returns the exit status, 0 for a graceful end."""
     spec = read_sealed(given, InstanceSpec)
-    logs.set_up(spec.log_level, as_json=spec.log_json)
+    set_up_logs(spec.log_level, as_json=spec.log_json)
     if spec.ranks == 1:
         import torch  # noqa: PLC0415  (see the one rule)
 

@@ -28,7 +28,7 @@ from penstock.engine.remote_workers import RankCame, RankLoading, encode, join, 
 from penstock.engine.spec import RankSpec, read_sealed
 from penstock.engine.worker import load_rank
 from penstock.errors import PeerError, UnavailableError
-from penstock.observe import logs
+from penstock.logs import set_up_logs
 from penstock.supervisor.keeper import keeper
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(given: str) -> int:
     gc.freeze()
     spec = read_sealed(given, RankSpec)
     instance = spec.instance
-    logs.set_up(instance.log_level, as_json=instance.log_json)
+    set_up_logs(instance.log_level, as_json=instance.log_json)
     name = f"{instance.name}-rank-{spec.rank}"
     exchange: RankExchange | None = None
     try:

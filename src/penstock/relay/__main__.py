@@ -13,20 +13,20 @@ import socket
 import sys
 
 from penstock.errors import PenstockError
+from penstock.logs import set_up_logs
 from penstock.relay.agents import Nixl, has_rdma
 from penstock.relay.server import Relay
 from penstock.transport.signals import SignalDescriptor
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.relay")  # This module is `__main__`.
 
 FAILED = 1
 
 
 def main(path: str) -> int:
     """Serves until the engine or a signal ends it; returns the exit status."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", level=logging.WARNING
-    )
+    fields = {"process": "relay", "pid": os.getpid()}
+    set_up_logs("warning", as_json=False, fields=fields)
     os.dup2(2, 1)  # UCX reports to the standard output, which is the engine's.
     stop = SignalDescriptor([signal.SIGTERM])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the engine as well.

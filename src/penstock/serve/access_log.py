@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.observe.logs import FIELDS
+from penstock.logs import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,11 +6,13 @@ An engine starts it through its supervisor. SIGTERM ends it.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.logs import set_up_logs
 from penstock.store.messages import FOLDER_FAILED, StoreConfig
 from penstock.store.server import serve_store
 from penstock.store.tier_slots import TIER_KINDS
@@ -21,21 +23,20 @@ if TYPE_CHECKING:
 
     from penstock.store.tier_slots import OpenTier
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.store")  # This module is `__main__`.
 
 FAILED = 1
 
 
 def main(arguments: list[str], kinds: Mapping[str, OpenTier] = TIER_KINDS) -> int:
     """Serves until SIGTERM; returns the exit status."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", level=logging.INFO
-    )
+    process = {"process": "store", "pid": os.getpid()}
+    set_up_logs("warning", as_json=False, fields=process)
     try:
         if len(arguments) != 1:
             raise ConfigMissingError(len(arguments))
         config = StoreConfig.from_json(arguments[0])
-        logging.getLogger("penstock").setLevel(config.log_level.upper())
+        set_up_logs(config.log_level, as_json=config.log_json, fields=process | _names_of(config))
         # To the end of the process: a second signal does not end it before it has closed all.
         stop = SignalDescriptor([signal.SIGTERM])
         return serve_store(config, stop=stop.descriptor, kinds=kinds)
@@ -43,6 +44,13 @@ def main(arguments: list[str], kinds: Mapping[str, OpenTier] = TIER_KINDS) -> in
         logger.error("store ends: cause=%s", error)  # noqa: TRY400 - the message says it all
         cause = error.__cause__
         return FOLDER_FAILED + (cause.errno or 0) if isinstance(cause, OSError) else FAILED
+
+
+def _names_of(config: StoreConfig) -> dict[str, str]:
+    """Which store it is. Options are not named: they may hold passwords."""
+    named = {"tier": ",".join(tier.name for tier in config.tiers)}
+    folders = ",".join(tier.folder for tier in config.tiers if tier.folder)
+    return named | ({"folder": folders} if folders else {})
 
 
 class ConfigMissingError(PenstockError):

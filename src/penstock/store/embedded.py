@@ -10,6 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from penstock.logs import is_json, level_asked_for
 from penstock.store.messages import FOLDER_FAILED
 from penstock.supervisor.embedded import EmbeddedProcess
 from penstock.supervisor.spec import ProcessSpec
@@ -31,6 +34,7 @@ class EmbeddedStore(EmbeddedProcess):
 
     def __init__(self, config: StoreConfig, module: str) -> None:
         self._folder = Path(config.socket).parent
+        config = msgspec.structs.replace(config, log_level=level_asked_for(), log_json=is_json())
         super().__init__(
             ProcessSpec(name=PROCESS, module=module, arguments=(config.to_json(),), stop_s=STOP_S)
         )

@@ -459,6 +459,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The path of its Unix socket."""
     tiers: tuple[StoreTierConfig, ...]
     log_level: str = "info"
+    log_json: bool = False
 
     def __post_init__(self) -> None:
         if not self.socket.startswith("/"):

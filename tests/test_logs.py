@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.observe.logs import FIELDS, JsonLines, TextLines, printable
+from penstock.logs import FIELDS, JsonLines, TextLines, printable
 
 
 def record(
