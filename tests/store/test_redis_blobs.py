@@ -87,13 +87,21 @@ def test_a_server_without_memory_says_why_a_value_was_not_written(tmp_path: Path
         full.kill()
 
 
-def test_what_is_no_value_is_refused_by_its_kind(server: RedisServer) -> None:
+def test_what_is_no_value_is_the_fault_of_its_name_alone(server: RedisServer) -> None:
     redis_cli(server, "HSET", "kind/hash", "a", "b")
     with open_blobs(server.url) as blobs:
-        with pytest.raises(BlobStoreError, match="WRONGTYPE"):
-            take(blobs, "kind/hash", 1)
+        put(blobs, "kind/value", b"1")
+        memory = bytearray(2)
+        reads = [
+            BlobRead("kind/hash", [BlobRange(0, memoryview(memory)[:1])]),
+            BlobRead("kind/value", [BlobRange(0, memoryview(memory)[1:])]),
+        ]
 
-        assert put(blobs, "kind/value", b"1") == ""
+        outcomes = blobs.read(reads, timeout_s=SOON_S)
+
+        assert outcomes == [BlobOutcome.SHORT, BlobOutcome.READ]
+        assert memory == b"\x001"
+        assert blobs.get("kind/hash", timeout_s=SOON_S) == b""
 
 
 def test_a_value_beyond_what_redis_takes_is_refused_before_it_is_sent(server: RedisServer) -> None:

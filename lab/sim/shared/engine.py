@@ -207,8 +207,14 @@ class SimulatedEngine:
             self._blocks[-1][:] = UNUSED
         self.tier: SteppedTier
         self.generation: int | None = None
+        self.newest: int | None = None
+        """The last generation that it went by: it tells it to every store process."""
         self.voiding = False
         """Whether it waits for a new generation."""
+        self.unkept = False
+        """Whether its reset counts, and the store may still lose it."""
+        self.voided_before: int | None = None
+        """Up to which one in the order of their writing its last reset has voided generations."""
         self.jobs: dict[int, tuple[SaveJob | LoadJob, int]] = {}
         """Those in hand, with their rank."""
         self.questions: dict[int, tuple[FindJob, float]] = {}

@@ -26,6 +26,8 @@ from lab.sim.shared.engine import ARENA_SLOTS, SPACE, Geometry, SimulatedEngine,
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import FindJob, LoadJob, SaveJob
+from penstock.store.generations import Lineage
+from penstock.store.shared_value import generation_name
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
@@ -55,11 +57,16 @@ SHARED_FAULTS: tuple[str, ...] = (
     "block missing",
     "block unreadable",
     "bytes rot",
+    "engine joins",
     "engine restarted",
     "generation changed elsewhere",
     "generation voided",
     "job cancelled",
+    "replica behind",
+    "replica takes over",
+    "reset not kept yet",
     "store evicts",
+    "store goes back",
     "store is away",
     "store loses everything",
     "tier is off",
@@ -84,6 +91,23 @@ def quiet_logs() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+class DrawnServer(MemoryServer):
+    """A store that knows in which order generations were written, and which a replica has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[int, int] = {}
+        """Generation to its number in that order."""
+        self.kept: set[int] = set()
+
+    def note_record(self, name: str, record: bytes) -> None:
+        lineage = Lineage.from_record(SPACE, record)
+        if name == generation_name(SPACE) and lineage is not None:
+            self.drawn.setdefault(lineage.current, len(self.drawn))
+            if self.replica is None:
+                self.kept.add(lineage.current)
 
 
 class WorldlyBlobs(LyingBlobs):
@@ -120,7 +144,7 @@ class SharedWorld:
         self.faults: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self._teller = teller
-        self.server = MemoryServer()
+        self.server = DrawnServer()
         self._healthy = rng.random() < 0.15
         self._lie_rate = 0.0 if self._healthy else rng.choice((0.0, 0.05, 0.15, 0.3))
         # With all lies in every world, generations would change so often that little is found.
@@ -148,13 +172,18 @@ class SharedWorld:
             (2.0, self._take_results),
             (1.0, self._pass_time),
             (0.15, self._cancel),
-            (0.15 * troubles, self._void),
+            (troubles * rng.choice((0.15, 0.5)), self._void),
             (troubles * rng.choice((0.0, 0.3)), self._evict),
             (troubles * rng.choice((0.0, 0.3)), self._rot),
             (troubles * rng.choice((0.0, 0.3)), self._go_away),
             (troubles * 0.05, self._lose_everything),
             (troubles * 0.1, self._restart),
+            (troubles * rng.choice((0.0, 0.5)), self._go_back),
+            (troubles * rng.choice((0.0, 0.4)), self._trouble_replica),
+            (troubles * 0.05, self._join),
         ]
+        self._images: list[dict[str, bytes]] = []
+        """What the store held at some times: backups, or old versions of objects."""
 
     def run(self) -> None:
         """Lives the world to its end."""
@@ -196,6 +225,8 @@ class SharedWorld:
             clock=lambda: self.now,
         )
         blobs.tier = engine.tier
+        if engine.newest is not None:
+            engine.tier.expect(SPACE, engine.newest)
         engine.tier.attach(SPACE, engine.arenas)
 
     # ---------------------------------------------------------------- calls of clients
@@ -227,9 +258,28 @@ class SharedWorld:
     def _ready(self) -> SimulatedEngine | None:
         """An engine that knows which generation counts."""
         engine = self.rng.choice(self.engines)
+        if engine.voiding:
+            return None  # As in the server: nothing is used before its reset counts.
         if engine.generation is None:
-            engine.generation = engine.tier.generation(SPACE)
+            self._follow(engine, engine.tier.generation(SPACE))
         return engine if engine.generation is not None else None
+
+    def _follow(self, engine: SimulatedEngine, generation: int | None) -> None:
+        """An engine goes by a generation from now on: never by one of before what it knew.
+
+        So no block that a reset has voided is served to who knew of the reset.
+        """
+        engine.generation = generation
+        if generation is None:
+            return
+        drawn = self.server.drawn
+        if generation not in drawn:
+            raise SimulationError("reset", f"{engine.name} follows a generation that nobody drew")
+        if engine.newest is not None and drawn[generation] < drawn[engine.newest]:
+            raise SimulationError("reset", f"{engine.name} follows one from before a reset again")
+        if engine.voided_before is not None and drawn[generation] <= engine.voided_before:
+            raise SimulationError("reset", f"{engine.name} follows one that its own reset voided")
+        engine.newest = generation
 
     def _draw_keys(self, engine: SimulatedEngine) -> tuple[int, Sequence[Key]]:
         keys = engine.keys(self.rng.randrange(TEXTS))
@@ -307,16 +357,23 @@ class SharedWorld:
         if engine is None:
             return
         self.events["void"] += 1
-        engine.voiding = True
+        if engine.unkept:
+            engine.tier.void_anew(SPACE)
+        engine.voiding, engine.unkept = True, False
+        engine.voided_before = max(self.server.drawn.values(), default=-1)
         self._ask_for_void(engine)
 
     def _ask_for_void(self, engine: SimulatedEngine) -> None:
         with suppress(UnavailableError):
             made = engine.tier.void(SPACE)
-            if made is not None:
-                self.note("generation voided")
-                # Another engine may have voided since: as the server, it goes by what counts now.
-                engine.generation, engine.voiding = engine.tier.generation(SPACE), False
+            if made is None:
+                return
+            self.note("generation voided")
+            if made not in self.server.kept:
+                raise SimulationError("reset", f"{engine.name}: confirmed, and no replica has it")
+            engine.voiding = engine.unkept = False
+            # Another engine may have voided since: as the server, it goes by what counts now.
+            self._follow(engine, engine.tier.generation(SPACE))
 
     def _work(self) -> None:
         """The threads of an engine have some time."""
@@ -353,15 +410,23 @@ class SharedWorld:
                 raise SimulationError("operations", "blocks behind a missing one are called found")
             if self.now > asked_at + self._ask_s:
                 self.note("answer comes after its deadline")
-        for _, generation in engine.tier.take_generations():
-            if engine.generation not in (None, generation):
-                self.note("generation changed elsewhere")
-            engine.generation = generation
-        if engine.voiding:
-            self._ask_for_void(engine)
+        self._take_generations(engine)
         if not engine.tier.state().on:
             self.note("tier is off")
         return counts
+
+    def _take_generations(self, engine: SimulatedEngine) -> None:
+        for _, generation, unkept in engine.tier.take_generations():
+            if unkept:
+                self.note("reset not kept yet")
+                # It counts from now on, though it is not confirmed.
+                engine.voiding, engine.unkept = False, True
+            elif engine.generation not in (None, generation):
+                self.note("generation changed elsewhere")
+            if not engine.voiding:
+                self._follow(engine, generation)
+        if engine.voiding or engine.unkept:
+            self._ask_for_void(engine)
 
     def _check(self, engine: SimulatedEngine, ended: EndedJob) -> None:
         if ended.ticket not in engine.jobs:
@@ -422,24 +487,60 @@ class SharedWorld:
         self.note("store loses everything")
         self.server.values.clear()
 
+    def _go_back(self) -> None:
+        """The store holds what it held at an earlier time, or that time is noted."""
+        if not self._images or self.rng.random() < 0.5:
+            self._images.append(dict(self.server.values))
+            return
+        self.note("store goes back")
+        self.server.values = dict(self.rng.choice(self._images))
+
+    def _trouble_replica(self) -> None:
+        """A replica stands still, comes up again, or takes over from a master that died."""
+        if self.server.replica is None:
+            self.note("replica behind")
+            self.server.replica = dict(self.server.values)
+            return
+        if self.rng.random() < 0.5:
+            self.note("replica takes over")
+            self.server.values = self.server.replica
+        self.server.replica = None
+
+    def _join(self) -> None:
+        """An engine of another life takes the place of one: it knows of no generation."""
+        engine = self.rng.choice(self.engines)
+        if engine.tier.is_busy or engine.voiding or engine.unkept:
+            return
+        self._end_process(engine)
+        self.note("engine joins")
+        engine.generation = engine.newest = engine.voided_before = None
+        self._open(engine)
+
     def _restart(self) -> None:
         """A store process ends and begins again; what it had in hand is reported first."""
         engine = self.rng.choice(self.engines)
         if engine.tier.is_busy:
             return
         self.note("engine restarted")
+        self._end_process(engine)
+        engine.generation = None
+        self._open(engine)
+        if engine.voiding or engine.unkept:
+            engine.voiding, engine.unkept = True, False
+            self._ask_for_void(engine)
+
+    def _end_process(self, engine: SimulatedEngine) -> None:
         engine.tier.close(deadline=0.0)
         self._collect(engine)
         if engine.jobs or engine.questions:
             raise SimulationError("liveness", f"{engine.name}: closed with jobs in hand")
-        engine.generation, engine.voiding = None, False
-        self._open(engine)
 
     # ---------------------------------------------------------------- the end
 
     def _end(self) -> None:
         """The store is well and honest; every job ends, and all blocks are shared again."""
         self.server.away, self._meanwhile = False, 0.0
+        self.server.replica = None
         for client in self._clients:
             client.lie_rate = 0.0
         self._count_lies()
@@ -498,7 +599,7 @@ class SharedWorld:
             if engine.tier.step():
                 continue
             counts |= self._collect(engine)
-            waits = engine.jobs or engine.questions or engine.voiding
+            waits = engine.jobs or engine.questions or engine.voiding or engine.unkept
             if engine.tier.state().on and not waits:
                 return counts
             self.now += min(engine.tier.keeper_wait_s(), RETRY_MAX_S) + 0.001

@@ -12,12 +12,15 @@ from lab.sim.scenarios import Scenario
 from lab.sim.shared import SharedWorld
 from penstock.cache.operations import BlockFault
 from penstock.store import shared_io
+from penstock.store.generations import KnownGenerations
 from penstock.store.shared import SharedTier
 from penstock.store.shared_board import SharedBoard
+from penstock.store.shared_keeper import SharedKeeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.store.generations import Lineage
     from penstock.store.shared_geometry import Gathering
     from penstock.store.shared_io import SumsOfArenas, ValueRun
 
@@ -96,12 +99,30 @@ def plant_no_way_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBoard, "switch_off", for_good)
 
 
+def plant_believed_records(patch: pytest.MonkeyPatch) -> None:
+    """Whatever record of the generation is read counts."""
+    patch.setattr(KnownGenerations, "accepts", lambda *_: True)
+
+
+def plant_resets_without_replicas(patch: pytest.MonkeyPatch) -> None:
+    """A reset is confirmed though no replica has it."""
+    replace = SharedKeeper._replace
+
+    def forget_why(keeper: SharedKeeper, name: bytes, lineage: Lineage) -> str:
+        replace(keeper, name, lineage)
+        return ""
+
+    patch.setattr(SharedKeeper, "_replace", forget_why)
+
+
 PLANTED = [
     pytest.param(plant_blind_reads, SEEDS[11:], {"bytes"}, id="sums not checked"),
     pytest.param(
         plant_early_reports, SEEDS[2:], {"operations", "reuse"}, id="reported before the end"
     ),
     pytest.param(plant_no_way_back, SEEDS, {"liveness"}, id="never asked again"),
+    pytest.param(plant_believed_records, range(36, 63), {"reset"}, id="an old record is believed"),
+    pytest.param(plant_resets_without_replicas, SEEDS, {"reset"}, id="no replica is waited for"),
 ]
 """With seeds of which an early one finds it, to be quick."""
 

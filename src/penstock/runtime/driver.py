@@ -460,12 +460,14 @@ class Driver:
         return effects
 
     def _check_resets(self, stored: StoredTiers) -> None:
-        """Says which resets would be lost with this process, because a store is away."""
+        """Says which resets may be lost, because a store is away or a replica of it is behind."""
         unconfirmed = stored.unconfirmed_resets
         for tier in stored.tiers:
             thing = f"reset of tier {self._name(tier)}"
             if tier not in unconfirmed:
                 self._health.mend(thing, "is kept")
+            elif why := stored.unkept_resets.get(tier):
+                self._health.fail(thing, "is not kept yet", why)
             elif not stored.is_on(tier):
                 why = "its blocks are found again if this process ends now"
                 self._health.fail(thing, "is not kept yet", why)

@@ -147,6 +147,16 @@ class GoneBlocks(NamedTuple):
     keys: Sequence[Key]
 
 
+class NewGeneration(NamedTuple):
+    """A generation of a space that counts from now on."""
+
+    name: bytes
+    """Of the space."""
+    generation: int
+    unkept: str = ""
+    """Why it may still be lost, if a reset here has begun it; empty: others have."""
+
+
 class Page(NamedTuple):
     """Some of the blocks of one space and part, newest first."""
 
@@ -268,6 +278,17 @@ class AskedTier(StoreTier, Protocol):
         """The answers since the last call."""
         ...
 
-    def take_generations(self) -> list[tuple[bytes, int]]:
-        """Spaces whose generation became known or has changed since the last call, with it."""
+    def take_generations(self) -> list[NewGeneration]:
+        """Generations that became known or have changed since the last call."""
+        ...
+
+    def expect(self, name: bytes, generation: int) -> None:
+        """An engine knows of this generation of a space: none of before it may count again.
+
+        If what counts now did not come after it, `generation` is unknown until another one does.
+        """
+        ...
+
+    def void_anew(self, name: bytes) -> None:
+        """Another reset, while one is in hand: what was written since the first is void too."""
         ...

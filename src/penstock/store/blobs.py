@@ -15,7 +15,8 @@ The rules of a client:
   more. A client that cannot promise that reads into memory of its own.
 - A value is written once: who writes a name that is there succeeds and changes nothing. A value may
   vanish at any time, by the store's own eviction.
-- Nothing that a store returns is believed: the tier verifies every byte. A client need not.
+- Nothing that a store returns is believed: the tier verifies every byte. A client need not. What
+  is wrong with one value is the outcome of that one, and no error of the store.
 - A name, range or time limit that breaks a rule of this file is a `ValueError`, before the store is
   asked: `check_names`, `check_reads` and `check_record`.
 
@@ -50,6 +51,10 @@ class BlobStoreError(UnavailableError):
     """The store did not do what it was asked, for a reason that is not in the request."""
 
 
+class NotKeptError(BlobStoreError):
+    """A record was written, but may be lost with one server: no replica has acknowledged it."""
+
+
 class BlobRange(NamedTuple):
     """Bytes of a value, and where they go."""
 
@@ -75,7 +80,7 @@ class BlobOutcome(Enum):
     MISSING = "missing"
     """There is no value of this name."""
     SHORT = "short"
-    """There is one, and it ends before a range does."""
+    """There is one, and it ends before a range does; or what is there is no value."""
 
 
 class BlobWrite(NamedTuple):
@@ -124,7 +129,8 @@ class BlobStore(Protocol):
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         """A small record (up to 64 KiB), or `None`. It is what was created or replaced last.
 
-        Records do not age: `ttl_s` of a client is for values.
+        Records do not age: `ttl_s` of a client is for values. What is there and can be no record is
+        an empty one: it is replaced, and is no error of the store.
         """
         ...
 
@@ -133,7 +139,11 @@ class BlobStore(Protocol):
         ...
 
     def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
-        """Writes a small record, whatever was there."""
+        """Writes a small record, whatever was there.
+
+        Raises:
+            NotKeptError: it is written; the store has replicas, and none has it in time.
+        """
         ...
 
     def close(self) -> None:

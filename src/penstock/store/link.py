@@ -23,15 +23,16 @@ rank. Finds that are lost are answered with nothing found; a page that is lost i
 from __future__ import annotations
 
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
-from penstock.store.base import TierState
 from penstock.store.embedded import MODULE, STARTING, EmbeddedStore
+from penstock.store.known_resets import KnownResets
 from penstock.store.messages import (
     BATCH_BYTES,
     BLOCK_BYTES,
@@ -42,6 +43,7 @@ from penstock.store.messages import (
     AbandonRequest,
     FindAnswer,
     FindRequest,
+    GenerationNotice,
     GoneNotice,
     JobReport,
     LoadRequest,
@@ -64,6 +66,7 @@ from penstock.store.messages import (
     requests,
     split_keys,
     split_parents,
+    state_of,
 )
 from penstock.store.store_session import (
     CannotConnect,
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.machine.effects import Abandon
+    from penstock.store.base import TierState
     from penstock.store.messages import AnyStoreAnswer, AnyStoreRequest, JobRequest, StoreConfig
     from penstock.store.store_session import SessionNews
     from penstock.vocabulary.ids import Key, OperationId
@@ -245,8 +249,7 @@ class StoreLink:
         self._cursors: dict[int, int | None] = {}
         self._rests: dict[int, _PageRest] = {}
         self._rests_wanted: set[int] = set()
-        self._voids: Counter[tuple[int, bytes]] = Counter()
-        """Voids of a tier and a space that were not confirmed; the next session asks again."""
+        self._resets = KnownResets()
         self._sizes: dict[int, int] = {}
         """The size that this link gave each tier last; the next process is told it again."""
         self._resizes: dict[int, ResizeRequest] = {}
@@ -343,7 +346,7 @@ class StoreLink:
 
         It outlives this process once it was answered: see `unconfirmed_voids`.
         """
-        self._voids[tier, self._hello.space] += 1
+        self._resets.ask(tier, self._hello.space)
         self._forget_pages(tier)
         if self._session.is_connected:
             self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
@@ -375,21 +378,24 @@ class StoreLink:
     @property
     def unconfirmed_voids(self) -> set[int]:
         """Tiers in which blocks of before a `void` are found again if this process ends now."""
-        return {tier for tier, _ in self._voids}
+        return self._resets.unconfirmed
+
+    @property
+    def unkept_voids(self) -> dict[int, str]:
+        """Those of them that count, with why the store may still lose them."""
+        return self._resets.unkept
 
     def name_arenas(self, arenas: Sequence[str]) -> None:
         """Names the hubs of the ranks anew: one of them was restarted."""
         if len(arenas) != len(self._hello.arenas):
             raise ValueError(f"arenas are {len(arenas)}, must be {len(self._hello.arenas)}")
-        hello = self._hello
-        self._hello = OwnerHello(hello.life, hello.space, list(arenas), hello.tiers)
+        self._hello = msgspec.structs.replace(self._hello, arenas=list(arenas))
         if self._session.is_connected:
             self._put(self._hello, MESSAGE_HEAD_BYTES + sum(map(len, arenas)))
 
     def enter_space(self, space: bytes) -> None:
         """From now on the blocks of another space are meant; another session begins for it."""
-        hello = self._hello
-        self._hello = OwnerHello(hello.life, space, hello.arenas, hello.tiers)
+        self._hello = msgspec.structs.replace(self._hello, space=space)
         now = self._clock()
         for news in self._session.end("its engine has other weights now", now):
             self._take(news, now, starts=True)
@@ -484,13 +490,15 @@ class StoreLink:
         self._heard_at = now
         self._pinged_at = None
         self._silent = False
-        self._voids = Counter(dict.fromkeys(self._voids, 1))
-        voids = [VoidRequest(self._numbers[tier], space) for tier, space in self._voids]
+        again = self._resets.ask_again()
+        voids = [VoidRequest(self._numbers[tier], space) for tier, space in again]
         for tier, size_bytes in self._sizes.items():
             number = self._numbers[tier]
             if number not in {each.tier for each in self._resizes.values()}:
                 self._request_size(tier, size_bytes, checks=False)
-        self._queue = [self._hello, *voids, *self._resizes.values()]
+        known = self._resets.generations(self._indexes, self._hello.space)
+        hello = msgspec.structs.replace(self._hello, generations=known)
+        self._queue = [hello, *voids, *self._resizes.values()]
         self._queue_bytes = 0
         self._old_tickets_below = self._ticket + 1
         self._send_batch()
@@ -571,10 +579,10 @@ class StoreLink:
                     self._results.append(found)
             case PageAnswer() | GoneNotice():
                 self._take_blocks(answer)
-            case VoidNotice():
-                self._take_void(answer)
+            case VoidNotice() | GenerationNotice():
+                self._take_generation(answer)
             case StateNotice():
-                self._results.append(StoreState(self._tier(answer.tier), _state_of(answer)))
+                self._results.append(StoreState(self._tier(answer.tier), state_of(answer)))
             case ResizeAnswer():
                 self._end_resize(answer.number, answer.problem)
             case ResizeNotice():
@@ -610,11 +618,11 @@ class StoreLink:
         resized = TierResized(tier, request.size_bytes, problem, checked=request.checks)
         self._results.append(resized)
 
-    def _take_void(self, notice: VoidNotice) -> None:
+    def _take_generation(self, notice: VoidNotice | GenerationNotice) -> None:
         tier = self._tier(notice.tier)
-        self._voids.subtract({(tier, notice.space): notice.asked})
-        self._voids += Counter()  # Drops what is at 0.
-        if notice.space == self._hello.space:
+        if isinstance(notice, GenerationNotice):
+            self._resets.know(tier, self._hello.space, notice.generation)
+        elif self._resets.take(tier, notice) and notice.space == self._hello.space:
             self._forget_pages(tier)
             self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
             self._results.append(Voided(tier, notice.generation))
@@ -684,17 +692,3 @@ class StoreLink:
         self._session.close()
         if self._host is not None:
             self._host.close(deadline)
-
-
-def _state_of(notice: StateNotice) -> TierState:
-    return TierState(
-        on=notice.on,
-        why=notice.why,
-        recovered=notice.recovered,
-        blocks=notice.blocks,
-        block_bytes=notice.block_bytes,
-        capacity_bytes=notice.capacity_bytes,
-        saves_dropped=notice.saves_dropped,
-        blocks_corrupt=notice.blocks_corrupt,
-        blocks_reclaimed=notice.blocks_reclaimed,
-    )

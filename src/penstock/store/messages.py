@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault  # noqa: TC001 - msgspec reads it
 from penstock.errors import ConfigError, PeerError
-from penstock.store.base import DIGEST_BYTES
+from penstock.store.base import DIGEST_BYTES, TierState
 from penstock.vocabulary.frames import FrameCodec
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -106,6 +106,9 @@ class OwnerHello(StoreMessage, array_like=True, frozen=True, gc=False):
     """Of its ranks, in order. Ranks that share one arena name it each."""
     tiers: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=TIERS_MAX)]
     """The names of the tiers that it uses."""
+    generations: Annotated[list[Count | None], msgspec.Meta(max_length=TIERS_MAX)] = []
+    """The last generation of its space that it knows of, by number of the tier: none of before it
+    may count again, whatever a store says."""
 
 
 class SaveRequest(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -158,7 +161,10 @@ class PageRequest(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class VoidRequest(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Begin a new generation of a space. Answer: `VoidNotice`, once it outlives the process."""
+    """Begin a new generation of a space. Answer: `VoidNotice`, once it outlives the process.
+
+    Where it counts before that, a `VoidNotice` that says so comes first.
+    """
 
     tier: TierNumber
     space: Digest
@@ -241,6 +247,13 @@ class GoneNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     keys: bytes
 
 
+class GenerationNotice(StoreMessage, array_like=True, frozen=True, gc=False):
+    """The generation of the owner's space that counts in a tier, when it becomes known."""
+
+    tier: TierNumber
+    generation: Count
+
+
 class VoidNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     """A space has a new generation in a tier; nothing of an earlier one is found again."""
 
@@ -248,7 +261,9 @@ class VoidNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     space: Digest
     generation: Count
     asked: Count
-    """How many requests of this owner it answers; 0: others have asked."""
+    """How many requests of this owner it answers; 0: others have asked, or it may still be lost."""
+    unkept: Text
+    """Why it may still be lost; if so, another notice follows."""
 
 
 class StateNotice(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -308,6 +323,7 @@ AnyStoreAnswer = (
     | FindAnswer
     | PageAnswer
     | GoneNotice
+    | GenerationNotice
     | VoidNotice
     | StateNotice
     | ResizeAnswer
@@ -386,6 +402,37 @@ def short(text: str) -> str:
     return text[:TEXT_MAX].encode("utf-8", "replace").decode("utf-8")
 
 
+def state_notice(tier: int, state: TierState) -> StateNotice:
+    """The state of a tier as it travels."""
+    return StateNotice(
+        tier,
+        state.on,
+        short(state.why),
+        state.recovered,
+        state.blocks,
+        state.block_bytes,
+        state.capacity_bytes,
+        state.saves_dropped,
+        state.blocks_corrupt,
+        state.blocks_reclaimed,
+    )
+
+
+def state_of(notice: StateNotice) -> TierState:
+    """What `state_notice` was made of."""
+    return TierState(
+        on=notice.on,
+        why=notice.why,
+        recovered=notice.recovered,
+        blocks=notice.blocks,
+        block_bytes=notice.block_bytes,
+        capacity_bytes=notice.capacity_bytes,
+        saves_dropped=notice.saves_dropped,
+        blocks_corrupt=notice.blocks_corrupt,
+        blocks_reclaimed=notice.blocks_reclaimed,
+    )
+
+
 def answer_bytes(answer: AnyStoreAnswer) -> int:
     """About how many bytes an answer takes in a batch, and never fewer than it does."""
     match answer:
@@ -397,8 +444,8 @@ def answer_bytes(answer: AnyStoreAnswer) -> int:
             return MESSAGE_HEAD_BYTES + len(answer.keys) + len(answer.parents)
         case GoneNotice():
             return MESSAGE_HEAD_BYTES + len(answer.keys)
-        case OwnerWaiting() | SessionRefused():
-            return MESSAGE_HEAD_BYTES + 4 * len(answer.why)
+        case OwnerWaiting(text) | SessionRefused(text) | VoidNotice(unkept=text):
+            return MESSAGE_HEAD_BYTES + 4 * len(text)
         case ResizeAnswer():
             return MESSAGE_HEAD_BYTES + 4 * len(answer.problem)
         case StateNotice():

@@ -1,7 +1,10 @@
 """Values in Redis or Valkey: one server, a master found by Sentinels, or a cluster.
 
     values    SET name … NX [PX ttl]   GETRANGE   EXISTS   UNLINK
-    records   SET name … [NX]          GET
+    records   SET name … [NX]          GETRANGE   EXISTS   ROLE   WAIT
+
+A record that replaces another one counts as kept when one replica has acknowledged it (`WAIT 1`),
+if the server has replicas (`ROLE`): a master that dies takes with it what no replica has.
 
 Ranges of a value that lie near each other are read by one command, with what is between them: a
 command costs about as much as `GAP_BYTES`. A range may be the whole value, as `GETRANGE` costs what
@@ -12,14 +15,17 @@ Needs the `redis` extra. `redis_connections` has the settings, docs/shared-store
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from penstock.config.shared_stores import Node
 from penstock.store.blobs import (
+    RECORD_BYTES_MAX,
     BlobOutcome,
     BlobStoreError,
+    NotKeptError,
     check_names,
     check_reads,
     check_record,
@@ -42,6 +48,8 @@ if TYPE_CHECKING:
 
     Exchange = Callable[[Node | None, Sequence[RedisCommand], float], list[Reply]]
 
+logger = logging.getLogger(__name__)
+
 GAP_BYTES = 32 << 10
 """Between two ranges that one command reads: it is read too, and thrown away."""
 VALUE_BYTES_MAX = 512 << 20
@@ -50,6 +58,8 @@ SLOTS = 16_384
 ELSEWHERE = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"})
 OF_THE_SERVER = frozenset({"READONLY", "LOADING", "MASTERDOWN", "NOAUTH"}) | ELSEWHERE
 """Errors after which another server may be the right one: connections are opened anew."""
+OF_THE_VALUE = frozenset({"WRONGTYPE"})
+"""Errors of one name: somebody has put something there that is no value."""
 
 
 class RedisBlobs:
@@ -60,6 +70,7 @@ class RedisBlobs:
         self._connections = RedisConnections(settings)
         self._cluster = _Cluster(settings, self._connections) if settings.cluster else None
         self._free = threading.BoundedSemaphore(settings.threads)
+        self._warned = False
         ttl_s = settings.ttl_s
         self._options = [b"NX"] if ttl_s is None else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
 
@@ -126,8 +137,15 @@ class RedisBlobs:
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         timeout_s = check_names([name], timeout_s=timeout_s)
-        (reply,) = self._ask([name], [command(b"GET", name.encode())], timeout_s)
-        return reply if isinstance(reply, bytes) else None
+        # A range: what is longer than a record is none, and need not be read whole to know it.
+        commands = [
+            command(b"EXISTS", name.encode()),
+            command(b"GETRANGE", name.encode(), b"0", b"%d" % (RECORD_BYTES_MAX - 1)),
+        ]
+        there, record = self._ask([name] * 2, commands, timeout_s)
+        if there != 1:
+            return None
+        return record if isinstance(record, bytes) else b""
 
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
         timeout_s = check_record(name, record, timeout_s=timeout_s)
@@ -137,7 +155,52 @@ class RedisBlobs:
 
     def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
         timeout_s = check_record(name, record, timeout_s=timeout_s)
-        self._ask([name], [command_of(name.encode(), [memoryview(record)])], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        unkept: list[str] = []
+
+        def exchange(
+            node: Node | None, commands: Sequence[RedisCommand], deadline: float
+        ) -> list[Reply]:
+            wire = self._connections.take(node, deadline)
+            replies = wire.exchange(commands, deadline)
+            if replies == ["OK"]:  # It is written; a map of the cluster has another reply.
+                unkept[:] = [self._why_unkept(wire, deadline)]
+            self._connections.give_back(node, wire)
+            return replies
+
+        commands = [command_of(name.encode(), [memoryview(record)])]
+        self._ask_until([name], commands, deadline, exchange=exchange)
+        if any(unkept):
+            raise NotKeptError(unkept[0])
+
+    def _why_unkept(self, wire: RedisWire, deadline: float) -> str:
+        """Why no replica has what this connection wrote last; empty if one has, or there is none.
+
+        It speaks of writes of one connection only, so it is asked on the one that wrote.
+        """
+        left_s = (deadline - time.monotonic()) / 2  # The other half is for the answers.
+        (role,) = wire.exchange([command(b"ROLE")], deadline)
+        match role:
+            case [b"master", int(), [_, *_] as replicas]:
+                wait = command(b"WAIT", b"1", b"%d" % max(1, int(left_s * 1000)))
+                (acknowledged,) = wire.exchange([wait], deadline)
+                if acknowledged == 0:
+                    count = len(replicas)
+                    noun = "its replica" if count == 1 else f"any of its {count} replicas"
+                    return f"{wire.peer} had no answer from {noun} within {left_s:.3g} s"
+                reply = acknowledged
+            case [b"master", *_]:
+                return ""
+            case _:
+                reply = role
+        if isinstance(reply, ErrorReply) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s does not tell whether replicas have what was written (%s): a reset counts as "
+                "kept without them; allow ROLE and WAIT",
+                *(wire.peer, reply.text),
+            )
+        return ""
 
     def close(self) -> None:
         self._connections.close()
@@ -181,9 +244,14 @@ class RedisBlobs:
         return found
 
     def _ask(
-        self, names: Sequence[str], commands: Sequence[RedisCommand], timeout_s: float, **how: bool
+        self,
+        names: Sequence[str],
+        commands: Sequence[RedisCommand],
+        timeout_s: float,
+        *,
+        strict: bool = True,
     ) -> list[Reply]:
-        return self._ask_until(names, commands, time.monotonic() + timeout_s, **how)
+        return self._ask_until(names, commands, time.monotonic() + timeout_s, strict=strict)
 
     def _ask_until(
         self,
@@ -192,12 +260,16 @@ class RedisBlobs:
         deadline: float,
         *,
         strict: bool = True,
+        exchange: Exchange | None = None,
     ) -> list[Reply]:
         """Replies to commands, each about the value of one name.
+
+        That what is there is no value (`WRONGTYPE`) is for the caller to find in the replies.
 
         Raises:
             BlobStoreError: one could not be had, or is an error and `strict` says that none may be.
         """
+        exchange = exchange or self._exchange
         if not commands:
             return []
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -206,15 +278,19 @@ class RedisBlobs:
             )
         try:
             if self._cluster is not None:
-                replies = self._cluster.ask(names, commands, deadline, self._exchange)
+                replies = self._cluster.ask(names, commands, deadline, exchange)
             else:
-                replies = self._exchange(None, commands, deadline)
+                replies = exchange(None, commands, deadline)
         except BlobStoreError:
             self._connections.drop()
             raise
         finally:
             self._free.release()
-        errors = [reply for reply in replies if isinstance(reply, ErrorReply)]
+        errors = [
+            reply
+            for reply in replies
+            if isinstance(reply, ErrorReply) and reply.kind not in OF_THE_VALUE
+        ]
         if any(error.kind in OF_THE_SERVER for error in errors):
             self._connections.drop()
         if errors and strict:

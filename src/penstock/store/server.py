@@ -35,6 +35,7 @@ from penstock.store.base import (
     AskedTier,
     LoadJob,
     MappedArena,
+    NewGeneration,
     ResizeJob,
     SaveJob,
     Space,
@@ -46,6 +47,7 @@ from penstock.store.messages import (
     ArenaMapped,
     ArenaOffered,
     FindRequest,
+    GenerationNotice,
     GoneNotice,
     JobReport,
     LoadRequest,
@@ -57,10 +59,8 @@ from penstock.store.messages import (
     ResizeNotice,
     ResizeRequest,
     SaveRequest,
-    StateNotice,
     StorePing,
     StorePong,
-    VoidNotice,
     VoidRequest,
     VoidSeen,
     arena_name,
@@ -69,9 +69,16 @@ from penstock.store.messages import (
     split_keys,
     split_parents,
     split_slots,
+    state_notice,
 )
 from penstock.store.questions import StoreQuestions
-from penstock.store.sessions import ClientSession, OfferedArena, OwnerState
+from penstock.store.sessions import (
+    VOIDING,
+    ClientSession,
+    OfferedArena,
+    OwnerState,
+    tell_known,
+)
 from penstock.store.sockets import StoreBusyError, StoreListener
 from penstock.store.tier_slots import NOBODY, TIER_KINDS, TierSlot
 from penstock.supervisor.descriptors import close_all
@@ -141,6 +148,7 @@ class _Job:
     ticket: int
     arena: OfferedArena
     slot: TierSlot
+    generation: int
     ranks: list[int]
     cancelled: str = ""
     """Why it was cancelled, if it was."""
@@ -228,7 +236,7 @@ class StoreServer:
             if slot.open(now):
                 self._begin_tier(slot)
             for space, generation in slot.settle_voids():
-                self._tell_void(slot, space, generation)
+                self._tell_void(slot, NewGeneration(space, generation), voided=True)
             if (state := slot.news(now)) is not None:
                 self._send_state(slot, state)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -309,7 +317,7 @@ class StoreServer:
             case VoidRequest():
                 self._void(owner, request)
             case VoidSeen():
-                _note_generation(owner, request)
+                owner.note_seen(request)
             case ResizeRequest():
                 self._resize(session, owner.slot(request.tier), request)
             case StorePing():
@@ -416,13 +424,20 @@ class StoreServer:
             if owner.hello.life == hello.life:
                 self._end(other, "its owner has opened another session")
         tiers = [self._slot_named(name) for name in hello.tiers]
+        tell_known(hello, tiers)
         generations = [slot.generation(hello.space) for slot in tiers]
         owner = OwnerState(hello=hello, tiers=tiers, ranks=ranks, generations=generations)
         self._owners[session] = owner
         session.greeted = True
         for number, slot in enumerate(tiers):
-            session.answer(_state_notice(number, slot.state()))
+            session.answer(state_notice(number, slot.state()))
+            self._tell_generation(session, owner, number)
         self._check_owner(session, owner)
+
+    def _tell_generation(self, session: ClientSession, owner: OwnerState, tier: int) -> None:
+        generation = owner.generations[tier]
+        if generation is not None and generation != VOIDING:
+            session.answer(GenerationNotice(tier, generation))
 
     def _slot_named(self, name: str) -> TierSlot:
         for slot in self._slots:
@@ -502,7 +517,8 @@ class StoreServer:
             number = self._number
             numbers.add(number)
             arena.jobs.add(number)
-            self._jobs[number] = _Job(session, owner, request.ticket, arena, slot, ranks)
+            job = _Job(session, owner, request.ticket, arena, slot, generation, ranks)
+            self._jobs[number] = job
             heappush(self._deadlines, (deadline, number))
             if isinstance(request, SaveRequest):
                 slot.tier.save(
@@ -527,8 +543,8 @@ class StoreServer:
             for session, owner in self._owners.items():
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
         if isinstance(slot.tier, AskedTier):
-            for name, generation in slot.tier.take_generations():
-                self._learn_generation(slot, name, generation)
+            for new in slot.tier.take_generations():
+                self._learn_generation(slot, new)
             self._questions.answer(slot.tier.take_found())
 
     def _report(self, ended: EndedJob) -> None:
@@ -583,41 +599,50 @@ class StoreServer:
     def _void(self, owner: OwnerState, request: VoidRequest) -> None:
         slot = owner.slot(request.tier)
         owner.voids[request.tier, request.space] += 1
+        if request.space == owner.hello.space:
+            owner.generations[request.tier] = VOIDING
         generation = slot.void(request.space)
         if generation is not None:
-            self._tell_void(slot, request.space, generation)
+            self._tell_void(slot, NewGeneration(request.space, generation), voided=True)
 
-    def _learn_generation(self, slot: TierSlot, space: bytes, generation: int) -> None:
-        """A tier has read which generation counts: for the first time, or others have voided."""
-        told = False
-        for owner in self._owners.values():
-            if slot in owner.tiers and owner.hello.space == space:
+    def _learn_generation(self, slot: TierSlot, new: NewGeneration) -> None:
+        """A tier knows which generation counts: for the first time, or it has changed."""
+        told = bool(new.unkept)
+        for session, owner in self._owners.items():
+            if slot in owner.tiers and owner.hello.space == new.name:
                 tier = owner.tiers.index(slot)
                 if owner.generations[tier] is None:
-                    owner.generations[tier] = generation
-                told = told or owner.generations[tier] != generation
+                    owner.generations[tier] = new.generation
+                    self._tell_generation(session, owner, tier)
+                told = told or owner.generations[tier] != new.generation
         if told:
-            self._tell_void(slot, space, generation)
-        for session, request in self._questions.take_pages():
-            asking = self._owners.get(session)
-            if asking is not None:
-                self._questions.page(session, asking, request, self._mapped(asking))
+            self._tell_void(slot, new, voided=bool(new.unkept))
+        self._ask_pages_again()
 
-    def _tell_void(self, slot: TierSlot, space: bytes, generation: int) -> None:
-        """Fails the jobs of earlier generations, and tells who has asked or has the space."""
+    def _tell_void(self, slot: TierSlot, new: NewGeneration, *, voided: bool) -> None:
+        """Fails the jobs of earlier generations, and tells who has asked or has the space.
+
+        `voided` says that requests to void the space have begun this generation.
+        """
         for number, job in list(self._jobs.items()):
-            if job.slot is slot and job.owner.hello.space == space:
+            of_before = job.owner.hello.space == new.name and job.generation != new.generation
+            if job.slot is slot and of_before:
                 job.void = True
                 self._cancel(number, "a new generation was begun")
         for session, owner in self._owners.items():
             if slot not in owner.tiers:
                 continue
-            tier = owner.tiers.index(slot)
-            asked, ours = owner.voids.pop((tier, space), 0), owner.hello.space == space
-            if asked and ours:  # What it sends after its request is meant for this generation.
-                owner.generations[tier] = generation
-            if asked or ours:
-                session.answer(VoidNotice(tier, space, generation, asked))
+            notice = owner.take_void(owner.tiers.index(slot), new, voided=voided)
+            if notice is not None:
+                session.answer(notice)
+        self._ask_pages_again()
+
+    def _ask_pages_again(self) -> None:
+        """Answers pages that wait for a generation."""
+        for session, request in self._questions.take_pages():
+            asking = self._owners.get(session)
+            if asking is not None:
+                self._questions.page(session, asking, request, self._mapped(asking))
 
     def _resize(self, session: ClientSession, slot: TierSlot, request: ResizeRequest) -> None:
         if len(self._resizes) >= RESIZES_MAX:
@@ -644,17 +669,20 @@ class StoreServer:
     def _begin_tier(self, slot: TierSlot) -> None:
         assert slot.tier is not None
         self._watch(slot.tier.descriptor, lambda _events: self._take_results(slot))
-        for owner in self._owners.values():
+        for session, owner in self._owners.items():
             if slot in owner.tiers:
-                generation = slot.tier.generation(owner.hello.space)
-                owner.generations[owner.tiers.index(slot)] = generation
+                tell_known(owner.hello, owner.tiers)
+                tier = owner.tiers.index(slot)
+                if owner.generations[tier] != VOIDING:
+                    owner.generations[tier] = slot.tier.generation(owner.hello.space)
+                    self._tell_generation(session, owner, tier)
                 if owner.ready:
                     self._attach(owner, slot)
 
     def _send_state(self, slot: TierSlot, state: TierState) -> None:
         for session, owner in self._owners.items():
             if slot in owner.tiers:
-                session.answer(_state_notice(owner.tiers.index(slot), state))
+                session.answer(state_notice(owner.tiers.index(slot), state))
 
     def _end_all(self) -> None:
         """Cancels what is in hand, lets the tiers end, and closes every session."""
@@ -670,23 +698,3 @@ class StoreServer:
         for session in list(self._sessions.values()):
             self._flush(session)
             self._end(session, "")
-
-
-def _note_generation(owner: OwnerState, seen: VoidSeen) -> None:
-    if seen.generation == owner.slot(seen.tier).generation(owner.hello.space):
-        owner.generations[seen.tier] = seen.generation
-
-
-def _state_notice(tier: int, state: TierState) -> StateNotice:
-    return StateNotice(
-        tier,
-        state.on,
-        short(state.why),
-        state.recovered,
-        state.blocks,
-        state.block_bytes,
-        state.capacity_bytes,
-        state.saves_dropped,
-        state.blocks_corrupt,
-        state.blocks_reclaimed,
-    )

@@ -13,20 +13,30 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import PeerError
-from penstock.store.messages import FRAME_BYTES_MAX, SessionRefused, answer_frames, answers, short
+from penstock.store.messages import (
+    FRAME_BYTES_MAX,
+    SessionRefused,
+    VoidNotice,
+    answer_frames,
+    answers,
+    short,
+)
 from penstock.transport.packets import receive_packet, send_packet
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
-    from penstock.store.base import MappedArena
-    from penstock.store.messages import AnyStoreAnswer, OwnerHello
+    from penstock.store.base import MappedArena, NewGeneration
+    from penstock.store.messages import AnyStoreAnswer, OwnerHello, VoidSeen
     from penstock.store.tier_slots import TierSlot
     from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
     from penstock.transport.packets import Packet
 
 OUTPUT_BYTES_MAX = 8 << 20
 """Answers that may wait for a client: those of thousands of jobs. With more it is cut off."""
+VOIDING = -1
+"""In place of a generation: the owner has asked for another one, which does not count yet."""
 
 
 class ClientSession:
@@ -109,12 +119,13 @@ class OwnerState:
     ranks: dict[str, list[int]]
     """By the name of their arena."""
     generations: list[int | None]
-    """Which generation its requests mean, by number of the tier; `None`: its tier is not open."""
+    """Which generation its requests mean, by number of the tier, or `VOIDING`; `None`: its tier is
+    not open."""
     ready: bool = False
     why: str = ""
     """Why it is not ready, as it was told."""
     voids: Counter[tuple[int, bytes]] = field(default_factory=Counter)
-    """Requests to void a space in a tier that were not carried out yet."""
+    """Requests to void a space in a tier that were not answered yet."""
     tickets: dict[int, set[int]] = field(default_factory=dict)
     """The numbers of the jobs of each ticket that are under way."""
 
@@ -135,7 +146,7 @@ class OwnerState:
             return f"tier {slot.name!r} is off: {slot.why}"
         if not self.ready:
             return self.why
-        if self.voids[tier, self.hello.space]:
+        if self.generations[tier] == VOIDING:
             return "its new generation cannot be kept yet"
         generation = slot.tier.generation(self.hello.space)
         if generation is None:
@@ -143,3 +154,32 @@ class OwnerState:
         if self.generations[tier] != generation:
             return "another engine has begun a new generation"
         return ""
+
+    def take_void(self, tier: int, new: NewGeneration, *, voided: bool) -> VoidNotice | None:
+        """A space has a new generation in a tier: what the owner is told, if it concerns it.
+
+        `voided` says that requests to void the space have begun it.
+        """
+        waits, ours = self.voids[tier, new.name], self.hello.space == new.name
+        if ours and not voided and self.generations[tier] == VOIDING:
+            return None  # Its own reset voids this one too, and comes next.
+        if ours and voided and waits:  # What it sends after its request is meant for this one.
+            self.generations[tier] = new.generation
+        asked = self.voids.pop((tier, new.name), 0) if voided and not new.unkept else 0
+        if not waits and not ours:
+            return None
+        unkept = short(new.unkept) if waits else ""
+        return VoidNotice(tier, new.name, new.generation, asked, unkept)
+
+    def note_seen(self, seen: VoidSeen) -> None:
+        """The owner knows of a generation: what it sends from now on is meant for that one."""
+        counts = self.slot(seen.tier).generation(self.hello.space)
+        if seen.generation == counts and self.generations[seen.tier] != VOIDING:
+            self.generations[seen.tier] = seen.generation
+
+
+def tell_known(hello: OwnerHello, tiers: Sequence[TierSlot]) -> None:
+    """Tells tiers which generations an owner knows of."""
+    for slot, generation in zip(tiers, hello.generations, strict=False):
+        if generation is not None:
+            slot.expect(hello.space, generation)

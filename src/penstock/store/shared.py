@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import EndedJob, FoundBlocks, Page, TierState
-from penstock.store.shared_board import RETRY_S, Question, SharedBoard
+from penstock.store.shared_board import RETRY_S, Question, SharedBoard, VoidInHand
 from penstock.store.shared_geometry import EngineGeometry
 from penstock.store.shared_keeper import SharedKeeper
 from penstock.store.shared_workers import SharedWorkers
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         GoneBlocks,
         LoadJob,
         MappedArena,
+        NewGeneration,
         ResizeJob,
         SaveJob,
         Space,
@@ -230,11 +231,11 @@ class SharedTier:
             self._board.settle()
             return found
 
-    def take_generations(self) -> list[tuple[bytes, int]]:
+    def take_generations(self) -> list[NewGeneration]:
         with self._board.lock:
             changed, self._board.changed = self._board.changed, {}
             self._board.settle()
-            return list(changed.items())
+            return list(changed.values())
 
     def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
         now = self._board.clock()
@@ -265,13 +266,36 @@ class SharedTier:
 
     def void(self, name: bytes) -> int | None:
         with self._board.lock:
-            if self._board.voiding.get(name) is not None:
-                return self._board.voiding.pop(name)
+            void = self._board.voiding.get(name)
+            if void is not None and void.kept and void.written is not None:
+                del self._board.voiding[name]
+                return void.written.current
             if self._board.off:
                 raise UnavailableError(f"the generation cannot be written: {self._board.off}")
-            self._board.voiding[name] = None
-            self._board.keeper_ready.notify()
+            if void is None:
+                self._begin_void(name)
             return None
+
+    def void_anew(self, name: bytes) -> None:
+        with self._board.lock:
+            void = self._board.voiding.get(name)
+            if void is not None and void.written is not None:
+                self._begin_void(name)
+
+    def _begin_void(self, name: bytes) -> None:
+        changed = self._board.changed.get(name)
+        if changed is not None and changed.unkept:
+            del self._board.changed[name]  # By the reset before this one.
+        self._board.voiding[name] = VoidInHand()
+        self._board.keeper_ready.notify()
+
+    def expect(self, name: bytes, generation: int) -> None:
+        with self._board.lock:
+            if not self._board.generations.expect(name, generation):
+                use = self._board.use(name)
+                use.generation, use.read_at = None, -math.inf
+                self._board.changed.pop(name, None)
+                self._board.keeper_ready.notify()
 
     def state(self) -> TierState:
         with self._board.lock:

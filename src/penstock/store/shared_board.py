@@ -19,7 +19,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
-from penstock.store.base import EndedJob, FoundBlocks, LoadJob, SaveJob, Space
+from penstock.store.base import EndedJob, FoundBlocks, LoadJob, NewGeneration, SaveJob, Space
+from penstock.store.generations import KnownGenerations
 from penstock.store.shared_geometry import EngineGeometry, gather
 from penstock.store.shared_io import SumsOfArenas
 from penstock.store.shared_value import piece_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.store.base import FindJob, MappedArena
     from penstock.store.blobs import BlobStoreError
+    from penstock.store.generations import Lineage
     from penstock.store.shared_geometry import Gathering
     from penstock.vocabulary.ids import Key
 
@@ -124,6 +126,19 @@ class SpaceUse:
         return Space(self.name, self.generation)
 
 
+@dataclass(slots=True, eq=False)
+class VoidInHand:
+    """A new generation of a space that somebody has asked for."""
+
+    written: Lineage | None = None
+    """Once it is: it counts from then on."""
+    kept: bool = False
+    """Whether it is there for good."""
+    retry_at: float = -math.inf
+    """When it is to be written, or written again to be kept."""
+    pause_s: float = RETRY_S
+
+
 class SharedBoard:
     """All that the threads of a tier share; `lock` guards it."""
 
@@ -161,10 +176,11 @@ class SharedBoard:
         self.being_written: set[str] = set()
         self.ended: list[EndedJob] = []
         self.found: list[FoundBlocks] = []
-        self.changed: dict[bytes, int] = {}
+        self.changed: dict[bytes, NewGeneration] = {}
         """Spaces whose generation is news."""
-        self.voiding: dict[bytes, int | None] = {}
-        """Spaces that are to be voided; with the new generation once it is written."""
+        self.voiding: dict[bytes, VoidInHand] = {}
+        """Spaces that are to be voided."""
+        self.generations = KnownGenerations()
         self.spaces: OrderedDict[bytes, SpaceUse] = OrderedDict()
         self.known: OrderedDict[Known, tuple[float, Where | None]] = OrderedDict()
         """Until when it is believed, and where the block is; `None`: nowhere."""

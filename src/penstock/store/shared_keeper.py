@@ -3,9 +3,9 @@
 It reads the generation of each space in use and the geometries of the engines that write there,
 ends questions that take too long, and asks a store that did not answer whether it does now.
 
-A *generation* is a random number in a record of the store. Where the record was lost, whoever comes
-next draws another one, and no block of before is found: losing it is a reset, never the undoing of
-one.
+A *generation* is a random number in a record of the store (`generations`). Where the record was
+lost, or is one of earlier, whoever sees it draws another one, and no block of before is found: that
+is a reset, never the undoing of one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import secrets
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.store.base import DIGEST_BYTES
-from penstock.store.blobs import BlobStoreError
+from penstock.store.base import DIGEST_BYTES, NewGeneration
+from penstock.store.blobs import BlobStoreError, NotKeptError
+from penstock.store.generations import NUMBER_BYTES, Lineage
 from penstock.store.shared_board import RETRY_MAX_S, USED_S, SpaceUse
 from penstock.store.shared_geometry import RECORD_BYTES_MAX, EngineGeometry
 from penstock.store.shared_value import generation_name, geometry_name
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 
     from penstock.store.base import Space
     from penstock.store.blobs import BlobStore
-    from penstock.store.shared_board import SharedBoard
+    from penstock.store.shared_board import SharedBoard, VoidInHand
 
 logger = logging.getLogger(__name__)
 
 GEOMETRIES_MAX = 16
 """Ways to cut the blocks of one model that are known at a time."""
-GENERATION_BYTES = 8
+UNKEPT_RETRY_MAX_S = 5.0
+"""Before a store is asked again whether a replica has a reset: one write each time."""
 
 
 class SharedKeeper:
@@ -66,7 +68,11 @@ class SharedKeeper:
                 self._board.asked.remove(question)
             probes = bool(self._board.off) and now >= self._board.retry_at
             due = [use for use in self._board.spaces.values() if now >= self._due_at(use)]
-            voids = [name for name, made in self._board.voiding.items() if made is None]
+            voids = [
+                name
+                for name, void in self._board.voiding.items()
+                if not void.kept and now >= void.retry_at
+            ]
         if probes:
             self._probe()
         elif not self._board.off:
@@ -81,10 +87,9 @@ class SharedKeeper:
         at = min((each.until for each in self._board.asked), default=math.inf)
         if self._board.off:
             at = min(at, self._board.retry_at)
-        elif any(made is None for made in self._board.voiding.values()):
-            at = now
         else:
-            at = min([at, *map(self._due_at, self._board.spaces.values())])
+            voids = (each.retry_at for each in self._board.voiding.values() if not each.kept)
+            at = min([at, *voids, *map(self._due_at, self._board.spaces.values())])
         return min(max(0.0, at - now), threading.TIMEOUT_MAX)
 
     def _due_at(self, use: SpaceUse) -> float:
@@ -127,54 +132,107 @@ class SharedKeeper:
 
     def _read_space(self, use: SpaceUse) -> None:
         """Reads which generation counts and who writes how; announces the engines here."""
-        generation = self._read_generation(use.name)
+        lineage = self._read_generation(use.name)
         with self._board.lock:
-            self._take_generation(use, generation)
+            if not self._take_generation(use, lineage):
+                return  # An engine has just told of a later one: it is read again at once.
             space, owns = use.space, list(use.own.values())
         geometries = self._read_geometries(space, [EngineGeometry.of(arenas) for arenas in owns])
         with self._board.lock:
             use.read_at = self._board.clock()
-            use.geometries = geometries
+            if use.generation == space.generation:
+                use.geometries = geometries
 
-    def _read_generation(self, name: bytes) -> int:
-        record_name = generation_name(name)
-        record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
+    def _read_generation(self, name: bytes) -> Lineage:
+        """The generation that counts: that of the record, or a new one where that is of no use."""
+        record_name, timeout_s = generation_name(name), self._board.timeout_s
+        record = self._blobs.get(record_name, timeout_s=timeout_s)
         if record is None:
-            fresh = self.draw(GENERATION_BYTES)
-            if self._blobs.create(record_name, fresh, timeout_s=self._board.timeout_s):
-                record = fresh
-            else:
-                record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
-        if record is None or len(record) != GENERATION_BYTES:
-            # Not ours to read: begin anew, so that nothing of before is found.
-            record = self.draw(GENERATION_BYTES)
-            self._blobs.replace(record_name, record, timeout_s=self._board.timeout_s)
-        return int.from_bytes(record, "little") >> 1
+            fresh = self._draw(name, None)
+            if self._blobs.create(record_name, fresh.to_record(name), timeout_s=timeout_s):
+                return fresh
+            record = self._blobs.get(record_name, timeout_s=timeout_s)
+        read = None if record is None else Lineage.from_record(name, record)
+        with self._board.lock:
+            if read is not None and self._board.generations.accepts(name, read):
+                return read
+        logger.warning(
+            "shared tier: the record of the generation %s; a new one is begun, and no block of "
+            "before is found",
+            "cannot be read" if read is None else "is not one that followed the last known here",
+        )
+        fresh = self._draw(name, read)
+        self._replace(name, fresh)  # Nobody waits for it to be kept: if lost, it is begun anew.
+        return fresh
 
-    def _take_generation(self, use: SpaceUse, generation: int) -> None:
-        if use.generation != generation:
-            use.generation = generation
+    def _replace(self, name: bytes, lineage: Lineage) -> str:
+        """Writes the record; why the store may still lose it, or an empty text."""
+        record, timeout_s = lineage.to_record(name), self._board.timeout_s
+        try:
+            self._blobs.replace(generation_name(name), record, timeout_s=timeout_s)
+        except NotKeptError as error:
+            return str(error)
+        return ""
+
+    def _draw(self, name: bytes, read: Lineage | None) -> Lineage:
+        """A generation that comes after all that are known."""
+        # One bit less: messages of the store process have signed numbers.
+        number = int.from_bytes(self.draw(NUMBER_BYTES), "little") >> 1
+        with self._board.lock:
+            return self._board.generations.successor(name, number, read)
+
+    def _take_generation(self, use: SpaceUse, lineage: Lineage, unkept: str = "") -> bool:
+        """Follows a generation, unless one is known that it does not come after."""
+        if not self._board.generations.accepts(use.name, lineage):
+            use.read_at = -math.inf
+            return False
+        self._board.generations.follow(use.name, lineage)
+        if use.generation != lineage.current:
+            use.generation = lineage.current
             use.geometries, use.gathered = [], {}
-            self._board.changed[use.name] = generation
+            self._board.changed[use.name] = NewGeneration(use.name, lineage.current, unkept)
             self._board.signal()
+        return True
 
     def _write_generation(self, name: bytes) -> None:
-        record = self.draw(GENERATION_BYTES)
+        """Begins a new generation, or has the store keep the one that was begun."""
+        timeout_s = self._board.timeout_s
+        with self._board.lock:
+            void = self._board.voiding[name]
+            written = void.written
         try:
-            self._blobs.replace(generation_name(name), record, timeout_s=self._board.timeout_s)
+            record = self._blobs.get(generation_name(name), timeout_s=timeout_s)
+            read = None if record is None else Lineage.from_record(name, record)
+            if written is not None and read is not None and read.descends_from(written.current):
+                lineage = read  # Written again: a store says only of what it just wrote who has it.
+            else:
+                lineage = self._draw(name, read)
+            unkept = self._replace(name, lineage)
         except BlobStoreError as error:
             with self._board.lock:
                 self._board.fail(error)
             return
-        generation = int.from_bytes(record, "little") >> 1
         with self._board.lock:
-            use = self._board.use(name)
-            use.generation = generation
-            use.geometries, use.gathered = [], {}
-            use.read_at = -math.inf
-            self._board.changed.pop(name, None)
-            self._board.voiding[name] = generation
-            self._board.signal()
+            self._note_written(name, void, lineage, unkept)
+
+    def _note_written(self, name: bytes, void: VoidInHand, lineage: Lineage, unkept: str) -> None:
+        board = self._board
+        use = board.use(name)
+        use.read_at = -math.inf
+        if board.voiding.get(name) is not void:
+            self._take_generation(use, lineage)
+            return  # Another reset came meanwhile: this one does not do.
+        if not self._take_generation(use, lineage, unkept):
+            return  # It is drawn again, after what an engine has told meanwhile.
+        if unkept and void.written is None:
+            logger.warning("shared tier: a reset is not kept yet: %s", unkept)
+        void.written, void.kept = lineage, not unkept
+        if unkept:
+            void.retry_at = board.clock() + void.pause_s
+            void.pause_s = min(2 * void.pause_s, UNKEPT_RETRY_MAX_S)
+        else:
+            board.changed.pop(name, None)
+        board.signal()
 
     def _read_geometries(
         self, space: Space, owns: Sequence[EngineGeometry]
@@ -193,6 +251,9 @@ class SharedKeeper:
                 found[number] = self._parse(record)
             except ValueError as error:
                 logger.warning("shared tier: geometry %d cannot be read: %s", number, error)
+                # Whose it was announces it again.
+                self._blobs.forget([geometry_name(space, number)], timeout_s=self._board.timeout_s)
+                free.append(number)
         known = {each.names for each in found.values()}
         for own in owns:
             if own.names not in known:

@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import structs
 
 from penstock.errors import ConfigError, PenstockError, UnavailableError
-from penstock.store.base import OPENING, EndedJob, ResizeJob, StoreTier, TierState
+from penstock.store.base import OPENING, AskedTier, EndedJob, ResizeJob, StoreTier, TierState
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.messages import StoreTierConfig
@@ -146,6 +146,11 @@ class TierSlot:
 
     def void(self, name: bytes) -> int | None:
         """Begins a new generation of a space; `None`: `settle_voids` returns it later."""
+        if name in self._voids and isinstance(self.tier, AskedTier):
+            self.tier.void_anew(name)
+        return self._try_void(name)
+
+    def _try_void(self, name: bytes) -> int | None:
         try:
             if self.tier is not None:
                 generation = self.tier.void(name)
@@ -161,8 +166,13 @@ class TierSlot:
         """Spaces that could not be voided before and are now, with their generations."""
         if not self._voids or not self.state().on:
             return []
-        tried = [(name, self.void(name)) for name in list(self._voids)]
+        tried = [(name, self._try_void(name)) for name in list(self._voids)]
         return [(name, generation) for name, generation in tried if generation is not None]
+
+    def expect(self, name: bytes, generation: int) -> None:
+        """An engine knows of this generation: a tier that others keep may not go back behind it."""
+        if isinstance(self.tier, AskedTier):
+            self.tier.expect(name, generation)
 
     def generation(self, name: bytes) -> int | None:
         return None if self.tier is None else self.tier.generation(name)
