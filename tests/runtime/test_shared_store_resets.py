@@ -77,7 +77,7 @@ class ReplicatedRedis:
 
     def record(self) -> bytes:
         """What says which generation counts, in the server that was promoted."""
-        name = redis_cli(self.replica, "KEYS", "*/generation")
+        name = redis_cli(self.replica, "KEYS", "*/generations")
         return redis_cli(self.replica, "--no-raw", "GET", name).encode()
 
     def kill(self) -> None:
@@ -233,7 +233,7 @@ def test_no_block_of_before_a_reset_comes_back_with_a_backup_of_a_folder(
     for part in parts:
         shutil.rmtree(folder / part)
         shutil.copytree(tmp_path / "backup" / part, folder / part)
-    [record] = (folder / "records").rglob("=generation")
+    [record] = (folder / "records").rglob("=generations")
     use_until_another_counts(engine, record.read_bytes)
 
     assert cached(engine) == 0

@@ -312,7 +312,7 @@ def test_a_generation_that_was_lost_is_a_reset_and_never_the_undoing_of_one(
 ) -> None:
     keys = draw_chain(1, 3)
     Engine(open_tier(), split(1)).save(keys)
-    del server.values[next(name for name in server.values if name.endswith("/generation"))]
+    del server.values[next(name for name in server.values if name.endswith("/generations"))]
 
     assert Engine(open_tier(), split(1)).find(keys) == 0
 

@@ -12,8 +12,11 @@ A system call on a mount that hangs cannot be ended: a call's time is checked be
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shutil
+import stat
 import time
 from contextlib import suppress
 from functools import lru_cache
@@ -42,6 +45,10 @@ LEFT_OVER_S = 3_600.0
 """An unfinished file of that age was left by a process that ended."""
 FOLDERS_KEPT = 256
 """Folders whose paths are remembered: one for each model, generation and piece."""
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Without following a link, nor waiting for the other end of a pipe."""
+OF_THE_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO})
+"""Errors of one file: the value is none, and is removed. Where that fails too, the folder does."""
 BUFFERS_MAX = 512
 """Of one system call; Linux takes 1,024."""
 
@@ -87,13 +94,18 @@ class FolderBlobs:
 
     def _read(self, read: BlobRead) -> BlobOutcome:
         try:
-            file = os.open(_path(self._values, read.name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return BlobOutcome.MISSING
+            file = os.open(_path(self._values, read.name), READ_FLAGS)
+        except (FileNotFoundError, PermissionError):
+            return BlobOutcome.MISSING  # One that another user has written is not ours to remove.
         except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return BlobOutcome.SHORT
             raise _problem(error) from error
         try:
-            size = os.fstat(file).st_size
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                return BlobOutcome.SHORT
+            size = found.st_size
             ranges = read.ranges
             if read.whole:
                 ranges = [BlobRange(offset, wanted[:size]) for offset, wanted in ranges]
@@ -101,6 +113,8 @@ class FolderBlobs:
                 _fill(file, *each) for each in _adjoining(ranges)
             )
         except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return BlobOutcome.SHORT
             raise _problem(error) from error
         finally:
             os.close(file)
@@ -125,19 +139,24 @@ class FolderBlobs:
             timer.in_time()
             for root in (self._values, self._records):
                 try:
-                    with suppress(FileNotFoundError):
-                        os.unlink(_path(root, name))
+                    _remove(_path(root, name))
                 except OSError as error:
                     raise _problem(error) from error
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         check_names([name], timeout_s=timeout_s)
         try:
-            with open(_path(self._records, name), "rb") as file:
-                return file.read(RECORD_BYTES_MAX)
+            file = os.open(_path(self._records, name), READ_FLAGS)
+            try:
+                is_file = stat.S_ISREG(os.fstat(file).st_mode)
+                return os.read(file, RECORD_BYTES_MAX) if is_file else b""
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return b""
             raise _problem(error) from error
 
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
@@ -153,7 +172,7 @@ class FolderBlobs:
         try:
             unfinished = self._write([memoryview(record)])
             try:
-                _in_folder_of(path, os.replace, unfinished)
+                _in_folder_of(path, _replace, unfinished)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(unfinished)
@@ -238,6 +257,24 @@ def _in_folder_of(path: str, name: Callable[[str, str], None], unfinished: str) 
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         name(unfinished, path)
+
+
+def _replace(unfinished: str, path: str) -> None:
+    """Gives a file a name, whatever has it."""
+    try:
+        os.replace(unfinished, path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+        os.replace(unfinished, path)
+
+
+def _remove(path: str) -> None:
+    """Removes what has the name of a value or a record, whatever it is."""
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def _adjoining(ranges: Sequence[BlobRange]) -> list[tuple[int, list[memoryview]]]:

@@ -55,6 +55,8 @@ OUTSIDE = -600
 """A range that the value does not have."""
 NO_SPACE = -200
 EXISTS = -705
+DAMAGED = frozenset({OUTSIDE, -701, -702})
+"""Of one value: such a range, or no copy of it that could be read."""
 UNREACHABLE_MAX = -900
 """From here down: the master could not be asked."""
 NONCE_BYTES = 16
@@ -267,7 +269,7 @@ class MooncakeBlobs:
                         np.copyto(target, turn.memory[start : start + count])
                     elif count in MISSING:
                         outcomes[piece.read] = BlobOutcome.MISSING
-                    elif count == OUTSIDE or count >= 0:
+                    elif count in DAMAGED or count >= 0:
                         outcomes[piece.read] = outcomes[piece.read] or BlobOutcome.SHORT
                     else:
                         self._require([count])
@@ -347,6 +349,8 @@ class MooncakeBlobs:
         if size in MISSING:
             return None
         self._require([size])
+        if size < NONCE_BYTES:
+            return b""  # Somebody else's: no record has so few bytes.
         stored: bytes = store.get(name)
         if len(stored) < NONCE_BYTES:
             raise BlobStoreError(f"Mooncake Store gave {len(stored)} bytes of record {name!r}")

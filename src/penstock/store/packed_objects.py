@@ -20,12 +20,13 @@ import itertools
 import logging
 import re
 import secrets
+from bisect import bisect_right
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import obstore
 
-from penstock.store.blobs import BlobStoreError
+from penstock.store.blobs import RECORD_BYTES_MAX, BlobStoreError
 from penstock.store.object_index import (
     MANIFEST_BYTES_MAX,
     OBJECT_BYTES_MAX,
@@ -59,6 +60,8 @@ MANIFESTS_AT_ONCE = 32
 MERGE_COUNT = 32
 """So many small manifests become one. Others list and read them when they start."""
 SMALL_MANIFEST_BYTES = 512 << 10
+GAP_BYTES = 1 << 20
+"""Between two ranges that one request reads: it costs less than another request."""
 SHOWN_CHARACTERS = 400
 _RETRIES = re.compile(r" in [0-9.]+\S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ *")
 _CAUSE = re.compile(r'<Code>(\w{1,80})</Code>|\bmessage: "([^"?]{1,80})"')
@@ -137,15 +140,36 @@ class PackedObjects:
     async def read(
         self, object_name: str, starts: list[int], ends: list[int]
     ) -> Sequence[memoryview] | None:
-        """Ranges of an object; `None` if it is not there."""
+        """Ranges of an object, shorter where it was cut; `None` if it is not there.
+
+        Ranges that lie near each other are one request. obstore would join them by itself, and
+        panics where the object ends before one of them begins.
+        """
+        runs = _near_ranges(starts, ends)
         try:
-            reading = obstore.get_ranges_async(
-                self._store, f"data/{object_name}", starts=starts, ends=ends
-            )
-            return [memoryview(each) for each in await _mapped(reading, of_one=True)]
+            reading = (self._read_range(f"data/{object_name}", *run) for run in runs)
+            bodies = await asyncio.gather(*reading)
         except FileNotFoundError:
             self._index.lose(object_name)
             return None
+        found: list[memoryview] = []
+        for start, end in zip(starts, ends, strict=True):
+            at = bisect_right(runs, start, key=lambda run: run[0]) - 1
+            first = runs[at][0]
+            found.append(bodies[at][start - first : end - first])
+        return found
+
+    async def _read_range(self, path: str, start: int, end: int) -> memoryview:
+        """Bytes of an object, fewer if it ends before `end`."""
+        try:
+            reading = obstore.get_range_async(self._store, path, start=start, end=end)
+            return memoryview(await _mapped(reading, of_one=True))
+        except BlobStoreError:
+            # Stores refuse a range that begins behind the end, each in its own words.
+            head = await _mapped(obstore.head_async(self._store, path), of_one=True)
+            if head["size"] > start:
+                raise
+            return memoryview(b"")
 
     async def write(self, run: PackedValues, *, timeout_s: float) -> str:
         """Writes values; why they could not be written, or an empty text."""
@@ -176,6 +200,8 @@ class PackedObjects:
         """A record."""
         try:
             found = await _mapped(obstore.get_async(self._store, f"records/{name}"), of_one=True)
+            if found.meta["size"] > RECORD_BYTES_MAX:
+                return b""
             return bytes(await _mapped(found.bytes_async(), of_one=True))
         except FileNotFoundError:
             return None
@@ -358,6 +384,17 @@ class PackedObjects:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _near_ranges(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges that hold all of these, in order, each with what lies between its own."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if runs and start <= runs[-1][1] + GAP_BYTES:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+        else:
+            runs.append((start, end))
+    return runs
 
 
 def _now() -> float:

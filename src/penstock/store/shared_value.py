@@ -103,8 +103,11 @@ def value_name(space: Space, piece: ValuePiece, key: Key) -> str:
 
 
 def generation_name(space: bytes) -> str:
-    """Of the record that says which generation of a space counts."""
-    return f"{PREFIX}/{space.hex()}/generation"
+    """Of the record that says which generation of a space counts.
+
+    Its first form was a number alone, under `generation`: both can be used at a time.
+    """
+    return f"{PREFIX}/{space.hex()}/generations"
 
 
 def geometry_name(space: Space, number: int) -> str:
