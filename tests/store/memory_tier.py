@@ -35,7 +35,7 @@ from penstock.store.messages import StoreConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.store.base import MappedArena, ResizeJob, Space
+    from penstock.store.base import MappedArena, NewGeneration, ResizeJob, Space
     from penstock.store.messages import StoreTierConfig
     from penstock.vocabulary.ids import Key
 
@@ -106,6 +106,12 @@ class MemoryTier:
     def void(self, name: bytes) -> int:
         self._generations[name] = self.generation(name) + 1
         return self._generations[name]
+
+    def take_generations(self) -> list[NewGeneration]:
+        return []
+
+    def expect(self, name: bytes, generation: int) -> None:
+        self._generations[name] = max(generation, self.generation(name))
 
     def state(self) -> TierState:
         return TierState(

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.store.disk import DiskTier
-from penstock.store.disk_io import DiskCalls
+from penstock.store.disk_io import DiskCalls, open_within
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     WAIT_S,
@@ -175,10 +175,11 @@ def test_a_folder_that_another_process_took_meanwhile_is_left_to_it(
     (tmp_path / "tier").rename(tmp_path / "elsewhere")
     other = DiskTier(tmp_path / "tier", SIZE_BYTES)
     try:
-        rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+        ended = rig.save_and_wait(rig.fill(4, seed=2))
         for _ in range(5):
             wait_for_news(tier, 0.1)
 
+        assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 4
         assert not tier.state().on
     finally:
         other.close(deadline=time.monotonic() + WAIT_S)
@@ -366,10 +367,10 @@ def test_blocks_that_are_asked_for_outlive_the_segment_they_were_in(
 def test_without_direct_io_the_page_cache_does_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def without(path: str, flags: int, mode: int) -> int:
+    def without(name: str, flags: int, mode: int, folder: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return os.open(path, flags, mode)
+        return open_within(name, flags, mode, folder)
 
     tier = DiskTier(tmp_path / "tier", SIZE_BYTES, calls=DiskCalls(open=without))
     wait_until_recovered(tier)

@@ -266,6 +266,7 @@ def test_a_segment_without_room_for_a_slot_is_refused() -> None:
         (b'{"version":1}', "damaged"),
         (VECTOR["generations"].replace(":3", ":4").encode(), "its sum does not hold"),
         (VECTOR["generations"].replace('"version":1', '"version":2').encode(), "has version 2"),
+        (VECTOR["generations"].replace('{"00', '{"0x').encode(), "damaged"),
     ],
 )
 def test_damaged_generations_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -276,7 +277,7 @@ def test_damaged_generations_are_refused(tmp_path: Path, content: bytes, message
 
 
 def test_without_the_file_there_are_no_generations(tmp_path: Path) -> None:
-    assert disk_format.read_generations(tmp_path) == {}
+    assert disk_format.read_generations(tmp_path) is None
 
 
 def test_a_damaged_form_is_not_known_and_is_written_again(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class Model:
         self.settle_all()
         name = self.random.choice(NAMES)
         before = self.tier.generation(name)
-        assert self.tier.void(name) == before + 1
+        assert self.tier.void(name) > before
 
     def reopen(self) -> None:
         self.settle_all()

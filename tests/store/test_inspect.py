@@ -12,11 +12,11 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.store import disk_format
-from penstock.store.base import Space
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import DiskCipher
 from penstock.store.inspect import inspect_folder
 from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
+from penstock.testing.store_tier_suite import SPACE as SUITE_SPACE
 from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, Segment, key_of
 
 if TYPE_CHECKING:
@@ -330,8 +330,8 @@ def test_the_folder_of_a_running_tier_can_be_verified(tmp_path: Path) -> None:
         for layout in LAYOUTS.values():
             rig = StoreRig(tier, layout)
             rig.save_and_wait(rig.fill())
-        tier.void(b"a space of tests")
-        rig.save_and_wait(rig.fill(seed=2), space=Space(b"a space of tests", 1))
+        before, after = tier.generation(SUITE_SPACE.name), tier.void(SUITE_SPACE.name)
+        rig.save_and_wait(rig.fill(seed=2))
 
         inspection = inspect_folder(tmp_path)
         found = inspection.verify()
@@ -343,8 +343,8 @@ def test_the_folder_of_a_running_tier_can_be_verified(tmp_path: Path) -> None:
     assert {each.form_known for each in report.segments} == {True}
     assert (found.whole, found.trailer_only, found.changed, found.damaged) == (24, 0, 0, 0)
     (space,) = report.spaces
-    assert (space.generation, space.live) == (1, 24)
-    assert space.dead_by_generation == {0: 24 * len(LAYOUTS)}
+    assert (space.generation, space.live) == (after, 24)
+    assert space.dead_by_generation == {before: 24 * len(LAYOUTS)}
 
 
 def test_a_tier_that_saves_and_reclaims_meanwhile_looks_whole(tmp_path: Path) -> None:
@@ -367,3 +367,43 @@ def test_a_tier_that_saves_and_reclaims_meanwhile_looks_whole(tmp_path: Path) ->
 
     assert live > 24 * 30
     assert tier.state().blocks_reclaimed > 24 * 10
+
+
+def test_generations_that_were_put_back_are_damage_and_nothing_is_live(folder: Path) -> None:
+    later = SPACE._replace(generation=SPACE.generation + 1)
+    Segment(numbers=[1, 2]).write(folder, 0)
+    Segment(numbers=[3], space=later, age=2).write(folder, 1)
+
+    report = inspect_folder(folder).report
+
+    assert report.live == 0
+    assert report.damages == [
+        "generations is older than a segment, which has a later generation: no block counts"
+    ]
+
+
+def test_a_second_record_that_is_later_is_damage_as_well(folder: Path) -> None:
+    Segment(numbers=[1, 2]).write(folder)
+    disk_format.write_generations(folder, {SPACE.name: 1 << 40}, "generations.copy")
+
+    report = inspect_folder(folder).report
+
+    assert report.live == 0
+    assert "generations is older than generations.copy" in report.damages[0]
+
+
+def test_what_is_named_like_a_segment_and_is_none_is_told(folder: Path) -> None:
+    Segment(numbers=[1, 2]).write(folder)
+    os.mkfifo(folder / "00000001.segment")
+    (folder / "00000002.segment").mkdir()
+    (folder / "00000003.segment").symlink_to(folder / "00000000.segment")
+
+    report = inspect_folder(folder).report
+
+    assert report.live == 2
+    problems = {each.file: each.problem for each in report.segments if each.problem}
+    assert problems == dict.fromkeys(
+        [f"0000000{number}.segment" for number in (1, 2, 3)],
+        "is no regular file: a store ignores it",
+    )
+    assert report.damages == []

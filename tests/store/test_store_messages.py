@@ -98,7 +98,7 @@ def test_answers_are_split_into_frames_that_fit() -> None:
         GoneNotice(15, bytes(PAGE_KEYS_MAX * KEY_BYTES)),
         FindAnswer(U64, bytes(BLOCKS_MAX)),
         OwnerWaiting("🦭" * TEXT_MAX),
-        StateNotice(15, True, "🦭" * TEXT_MAX, 1.0, U64, U64, U64, U64, U64, U64),  # noqa: FBT003
+        StateNotice(15, True, "🦭" * TEXT_MAX, 1.0, U64, U64, U64, U64, U64, U64, U64),  # noqa: FBT003
     ]
 
     frames = list(answer_frames(largest * 20))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from penstock.store.disk_io import DiskCalls
+from penstock.store.disk_io import DiskCalls, open_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -97,6 +97,12 @@ class SimDisk:
                         self.spoilt[path].add(sector)
         self._before.clear()
 
+    def forget_unsynced(self, paths: Iterable[str]) -> None:
+        """Files are others from now on: a loss of power does not bring old sectors back."""
+        for path in paths:
+            self._before.pop(path, None)
+            self.spoilt.pop(path, None)
+
     def rot(self, path: str, offset: int) -> None:
         """A byte changes by itself."""
         with open(path, "r+b") as file:
@@ -129,11 +135,11 @@ class SimDisk:
             raise OSError(number, os.strerror(number))
         return dies
 
-    def _open(self, path: str, flags: int, mode: int) -> int:
+    def _open(self, name: str, flags: int, mode: int, folder: int) -> int:
         if self._enter("open"):
             raise ProcessKilledError
-        fd = os.open(path, flags & ~os.O_DIRECT, mode)
-        self._paths[fd] = path
+        fd = open_within(name, flags & ~os.O_DIRECT, mode, folder)
+        self._paths[fd] = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
         return fd
 
     def _preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

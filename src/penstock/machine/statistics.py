@@ -27,6 +27,9 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that were not written because the tier was too slow."""
     blocks_corrupt: int
     blocks_reclaimed: int
+    generations_lost: int = 0
+    """How often the record of what resets have voided was lost or out of date: all that was there
+    before then counts as voided."""
     reset_confirmed: bool = True
     """Whether the last reset of this engine outlives it."""
 

@@ -454,6 +454,13 @@ METRICS = (
         _TIER,
     ),
     MetricRow(
+        "store_generations_lost",
+        COUNTER,
+        "Times that the record of resets was lost or out of date, which voids all blocks",
+        by_store(lambda store: store.generations_lost),
+        _TIER,
+    ),
+    MetricRow(
         "store_reset_confirmed",
         GAUGE,
         "0 while a reset of this engine would be lost with its process",

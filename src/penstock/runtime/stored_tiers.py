@@ -253,6 +253,7 @@ class StoredTiers:
                 saves_dropped=said.state.saves_dropped,
                 blocks_corrupt=said.state.blocks_corrupt,
                 blocks_reclaimed=said.state.blocks_reclaimed,
+                generations_lost=said.state.generations_lost,
                 reset_confirmed=tier not in unconfirmed,
             )
             for tier, said in self.states.items()

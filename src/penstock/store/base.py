@@ -183,6 +183,9 @@ class TierState:
     """Blocks that were not written because the tier was too slow."""
     blocks_corrupt: int = 0
     blocks_reclaimed: int = 0
+    generations_lost: int = 0
+    """How often the record of what resets have voided was lost or out of date, so that all that
+    was there before counts as voided."""
 
 
 class StoreTier(Protocol):
@@ -232,7 +235,7 @@ class StoreTier(Protocol):
     def generation(self, name: bytes) -> int | None:
         """The generation of a space that counts now; it survives restarts.
 
-        `None`: it is not known yet; `AskedTier.take_generations` says when it is.
+        `None`: it is not known yet; `take_generations` says when it is.
         """
         ...
 
@@ -244,6 +247,21 @@ class StoreTier(Protocol):
         Raises:
             UnavailableError: it counts for this process, but would not outlive it. Ask again when
                 the tier is on.
+        """
+        ...
+
+    def take_generations(self) -> list[NewGeneration]:
+        """Generations that became known or have changed since the last call.
+
+        Not those that `void` has returned.
+        """
+        ...
+
+    def expect(self, name: bytes, generation: int) -> None:
+        """An engine knows of this generation of a space: none of before it may count again.
+
+        Where what counts now did not come after it, another one begins; until then `generation`
+        may be unknown.
         """
         ...
 
@@ -276,17 +294,6 @@ class AskedTier(StoreTier, Protocol):
 
     def take_found(self) -> list[FoundBlocks]:
         """The answers since the last call."""
-        ...
-
-    def take_generations(self) -> list[NewGeneration]:
-        """Generations that became known or have changed since the last call."""
-        ...
-
-    def expect(self, name: bytes, generation: int) -> None:
-        """An engine knows of this generation of a space: none of before it may count again.
-
-        If what counts now did not come after it, `generation` is unknown until another one does.
-        """
         ...
 
     def void_anew(self, name: bytes) -> None:

@@ -22,13 +22,15 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PenstockError, UnavailableError
-from penstock.store.base import EndedJob, GoneBlocks, Page, SaveJob, Space, TierState
+from penstock.store.base import EndedJob, GoneBlocks, NewGeneration, Page, SaveJob, Space, TierState
 from penstock.store.disk_folder import DiskFolder
+from penstock.store.disk_generations import Generations
 from penstock.store.disk_index import digests_of
 from penstock.store.disk_io import DiskCalls, probe_direct
 from penstock.store.disk_jobs import JobBoard, LoadInHand, RunToRead, RunToWrite, SaveInHand
@@ -99,6 +101,7 @@ class DiskTier:
         self._calls = calls or DiskCalls()
         self._lock = threading.Lock()
         self._folder = DiskFolder(folder, self._calls)
+        self._generations = Generations(self._folder)
         self._board = JobBoard(
             *(self._folder, self._take_folder_first()),
             lock=self._lock,
@@ -129,7 +132,7 @@ class DiskTier:
 
     def _take_folder(self) -> SegmentPool:
         """Reads the heads of what is there; at the start, and if the folder was exchanged."""
-        direct = self._wants_direct and probe_direct(self._folder.path, self._calls)
+        direct = self._wants_direct and probe_direct(self._folder.fd, self._calls)
         if self._wants_direct and not direct:
             logger.warning(
                 "folder %s has no direct I/O: reads and writes go through the page cache, which is "
@@ -139,6 +142,7 @@ class DiskTier:
         pool = SegmentPool(
             self._folder,
             self._size_bytes,
+            generations=self._generations,
             lock=self._lock,
             cipher=self._cipher,
             calls=self._calls,
@@ -174,6 +178,9 @@ class DiskTier:
         for segment in list(board.pool.segments.values()):
             if segment.dirty and time.monotonic() < deadline:
                 self._threads.sync(segment)
+        with suppress(OSError):
+            # An older copy may have been put in its place meanwhile.
+            self._generations.save()
         with board.lock:
             for ticket in list(board.resizes):
                 board.end_resize(ticket, "is refused: the tier was closed")
@@ -313,16 +320,40 @@ class DiskTier:
             return Page([], [], None)
 
     def generation(self, name: bytes) -> int:
-        return self._board.pool.generations.of(name)
+        """The generation of a space that counts now; a space that is new here begins one."""
+        try:
+            return self._generations.of(name)
+        except OSError as error:
+            # No row names it before it was written: the tier is off, and tries again.
+            self._switch_off_generations(error)
+            return self._generations.of(name)
 
     def void(self, name: bytes) -> int:
         try:
-            return self._board.pool.generations.begin(name)
+            return self._generations.begin(name)
         except OSError as error:
-            why = f"generations cannot be written: {error.strerror}"
-            with self._board.lock:
-                self._board.switch_off(why, error)
-            raise UnavailableError(why) from error
+            raise UnavailableError(self._switch_off_generations(error)) from error
+
+    def _switch_off_generations(self, error: OSError) -> str:
+        why = f"generations cannot be written: {error.strerror}"
+        with self._board.lock:
+            self._board.switch_off(why, error)
+        return why
+
+    def expect(self, name: bytes, generation: int) -> None:
+        """An engine knows of this generation of a space: none of before it counts again.
+
+        The folder may be an older copy of what that engine used, with nothing in it to show it.
+        """
+        try:
+            self._generations.expect(name, generation)
+        except OSError as error:
+            self._switch_off_generations(error)
+        with self._board.lock:
+            self._board.signal()
+
+    def take_generations(self) -> list[NewGeneration]:
+        return [NewGeneration(*changed) for changed in self._generations.take_changed()]
 
     def state(self) -> TierState:
         with self._board.lock:
@@ -335,10 +366,11 @@ class DiskTier:
                 recovered=pool.rows_known / pool.rows_found if pool.rows_found else 1.0,
                 blocks=len(pool.index),
                 block_bytes=pool.block_bytes,
-                capacity_bytes=pool.size_bytes,
+                capacity_bytes=min(pool.size_bytes, pool.room_bytes),
                 saves_dropped=self._board.saves_dropped,
                 blocks_corrupt=self._board.blocks_corrupt,
                 blocks_reclaimed=pool.reclaimed,
+                generations_lost=self._generations.times_lost,
             )
 
 

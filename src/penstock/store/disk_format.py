@@ -22,8 +22,12 @@ Numbers are little-endian. `docs/disk-format.md` is the specification, with test
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,7 +41,6 @@ from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -48,8 +51,12 @@ ROW_BYTES = 256
 TRAILER_HEAD_BYTES = 256
 SEGMENT_BYTES = 1 << 30
 GENERATIONS_NAME = "generations"
+GENERATIONS_COPY_NAME = "generations.copy"
+"""The second record of the same."""
 FORM_SUFFIX = ".form"
 FILE_MODE = 0o600
+Folder = Path | int
+"""A folder by its path, or by a descriptor: its path may lead to another one by now."""
 CIPHER_NONE = 0
 CIPHER_AES_GCM = 1
 
@@ -170,6 +177,25 @@ class Geometry:
         return PAGE_BYTES + slot * ROW_BYTES
 
 
+def geometry_of(head: NDArray[np.void]) -> Geometry:
+    """What a head says of its segment.
+
+    Not from the length of the file: if that was cut, slots before the cut are where they were.
+
+    Raises:
+        ValueError: no segment is like that.
+    """
+    slots, slot_bytes = int(head["slot_count"]), int(head["slot_bytes"])
+    geometry = Geometry(
+        segment_bytes=Geometry.slots_offset(slots) + slots * slot_bytes,
+        block_bytes=int(head["block_bytes"]),
+        cell_count=int(head["cell_count"]),
+    )
+    if geometry.slot_bytes != slot_bytes:
+        raise ValueError(f"slot_bytes is {slot_bytes}, must be {geometry.slot_bytes}")
+    return geometry
+
+
 def seal_head(head: NDArray[np.void]) -> bytes:
     """A head (one record of `HEAD`) as its page, with its sum."""
     raw = bytearray(head.tobytes())
@@ -191,6 +217,10 @@ def read_head(page: bytes) -> NDArray[np.void] | None:
     head: NDArray[np.void] = np.frombuffer(raw, dtype=HEAD)[0]
     if head["version"] != VERSION:
         raise ValueError(f"format version is {head['version']}, must be {VERSION}")
+    try:
+        geometry_of(head)
+    except ValueError:
+        return None
     return head
 
 
@@ -252,39 +282,41 @@ class _Generations(msgspec.Struct, frozen=True):
     """XXH3-64, as hexadecimal digits, of `generations` as JSON without blanks, sorted by name."""
 
 
-def write_generations(folder: Path, generations: Mapping[bytes, int]) -> None:
+def write_generations(
+    folder: Folder, generations: Mapping[bytes, int], name: str = GENERATIONS_NAME
+) -> None:
     """Replaces the generations of all spaces; they are on the disk when this returns."""
-    spaces = {name.hex(): generation for name, generation in generations.items()}
+    spaces = {space.hex(): generation for space, generation in generations.items()}
     content = _Generations(VERSION, spaces, _sum_of_generations(spaces))
-    _replace_file(folder, GENERATIONS_NAME, msgspec.json.encode(content, order="sorted"))
+    _replace_file(folder, name, msgspec.json.encode(content, order="sorted"))
 
 
-def read_generations(folder: Path) -> dict[bytes, int]:
-    """What `write_generations` wrote: the generation of each space; none if it never did.
+def read_generations(folder: Folder, name: str = GENERATIONS_NAME) -> dict[bytes, int] | None:
+    """What `write_generations` wrote: the generation of each space; `None` if there is no file.
 
     Raises:
         ValueError: the file is damaged or of another version. Which generation counts is then not
             known for any space, so none of its blocks may be matched.
     """
-    path = folder / GENERATIONS_NAME
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=_Generations)
+        content = msgspec.json.decode(_read_file(folder, name), type=_Generations)
+        generations = {bytes.fromhex(space): each for space, each in content.generations.items()}
     except FileNotFoundError:
-        return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ValueError(f"{path} is damaged: {problem}") from problem
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as problem:
+        raise ValueError(f"{name} is damaged: {problem}") from problem
     if content.version != VERSION:
-        raise ValueError(f"{path} has version {content.version}, must be {VERSION}")
+        raise ValueError(f"{name} has version {content.version}, must be {VERSION}")
     if content.sum != _sum_of_generations(content.generations):
-        raise ValueError(f"{path} is damaged: its sum does not hold")
-    return {bytes.fromhex(name): number for name, number in content.generations.items()}
+        raise ValueError(f"{name} is damaged: its sum does not hold")
+    return generations
 
 
 def _sum_of_generations(spaces: dict[str, int]) -> str:
     return xxh3_64_hexdigest(msgspec.json.encode(spaces, order="sorted"))
 
 
-def write_form(folder: Path, form: Form) -> None:
+def write_form(folder: Folder, form: Form) -> None:
     """Keeps a form beside the segments that name it, unless it is there already.
 
     A segment has only the fingerprint of its form. Whoever checks cell sums without the engine
@@ -294,29 +326,58 @@ def write_form(folder: Path, form: Form) -> None:
         _replace_file(folder, form.fingerprint.hex() + FORM_SUFFIX, form.to_bytes())
 
 
-def read_form(folder: Path, fingerprint: bytes) -> Form | None:
+def read_form(folder: Folder, fingerprint: bytes) -> Form | None:
     """The form with this fingerprint; `None` if its file is missing, damaged or newer than this."""
     try:
-        form = Form.from_bytes((folder / (fingerprint.hex() + FORM_SUFFIX)).read_bytes())
+        form = Form.from_bytes(_read_file(folder, fingerprint.hex() + FORM_SUFFIX))
     except (FileNotFoundError, ValueError):
         return None
     return form if form.fingerprint == fingerprint else None
 
 
-def _replace_file(folder: Path, name: str, content: bytes) -> None:
-    """Writes a small file so that a crash leaves the old or the new one, and syncs it."""
-    new = folder / f"{name}.new"
-    with open(new, "wb", opener=_open_private) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / name)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _read_file(folder: Folder, name: str) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        ValueError: it is no file.
+        OSError: it cannot be read.
+    """
     try:
-        os.fsync(descriptor)
+        fd = _open_in(folder, name, os.O_RDONLY)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError("it is a symbolic link") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is no regular file")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
     finally:
-        os.close(descriptor)
+        os.close(fd)
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, FILE_MODE)
+def _replace_file(folder: Folder, name: str, content: bytes) -> None:
+    """Writes a small file so that a crash leaves the old or the new one, and syncs it."""
+    new = f"{name}.new"
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if isinstance(folder, Path) else folder
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=within)
+        with open(_open_in(within, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, name, src_dir_fd=within, dst_dir_fd=within)
+        os.fsync(within)
+    finally:
+        if isinstance(folder, Path):
+            os.close(within)
+
+
+def _open_in(folder: Folder, name: str, flags: int) -> int:
+    """Opens a file of a folder: no link is followed, and a pipe of that name does not block."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if isinstance(folder, Path):
+        return os.open(folder / name, flags, FILE_MODE)
+    return os.open(name, flags, FILE_MODE, dir_fd=folder)

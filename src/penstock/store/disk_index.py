@@ -61,7 +61,10 @@ class DiskSegment:
 
     number: int
     path: str
+    """For messages. It is opened by its name in `folder`: the path may lead elsewhere by now."""
     file_bytes: int
+    folder: int = -1
+    """A descriptor."""
     geometry: Geometry | None = None
     """`None`: it has no head that can be read, and may be filled anew at once."""
     life: int = 0
@@ -99,6 +102,14 @@ class DiskSegment:
     def coldness(self) -> tuple[float, int]:
         """The least is reclaimed first."""
         return (self.hits, self.age)
+
+    def open(self, flags: int, calls: DiskCalls) -> int:
+        """A descriptor of the file.
+
+        Raises:
+            OSError: it cannot be opened, or is a symbolic link.
+        """
+        return calls.open(os.path.basename(self.path), flags, FILE_MODE, self.folder)
 
     def begin_life(self, geometry: Geometry, *, life: int, age: int, part: bytes) -> None:
         self.geometry, self.life, self.age, self.part = geometry, life, age, part
@@ -270,7 +281,7 @@ def read_table(segment: DiskSegment, calls: DiskCalls) -> NDArray[np.void]:
         OSError: they cannot be read.
     """
     raw = np.zeros(segment.slot_count * ROW_BYTES, dtype=np.uint8)
-    fd = calls.open(segment.path, os.O_RDONLY, FILE_MODE)
+    fd = segment.open(os.O_RDONLY, calls)
     try:
         read_all(fd, [raw.data], PAGE_BYTES, calls)
     finally:

@@ -30,7 +30,6 @@ from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.store.base import MappedArena, Space
     from penstock.store.disk_cipher import DiskCipher
     from penstock.store.disk_format import Geometry
+    from penstock.store.disk_index import DiskSegment
     from penstock.vocabulary.ids import Key
 
 RUN_BYTES_MIN, RUN_BYTES_MAX = 1 << 20, 8 << 20
@@ -45,20 +45,30 @@ RUN_BYTES_MIN, RUN_BYTES_MAX = 1 << 20, 8 << 20
 keep others waiting."""
 RUN_SLOTS_MAX = 512
 """Two buffers a slot; Linux takes 1024 in one call."""
+PROBE_NAME = "probe"
 NONCE_BYTES = TRAILER_HEAD["nonce"].itemsize
 KEY_FIELD_BYTES = TRAILER_HEAD["key"].itemsize
+
+
+def open_within(name: str, flags: int, mode: int, folder: int) -> int:
+    """Opens a file of a folder, given by its descriptor.
+
+    No link is followed, and a pipe that somebody put there does not block.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(name, flags, mode, dir_fd=folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCalls:
     """What a disk tier asks of the kernel. A test may answer in its place."""
 
-    open: Callable[[str, int, int], int] = os.open
+    open: Callable[[str, int, int, int], int] = open_within
     preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
     sync: Callable[[int], None] = os.fdatasync
-    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    statvfs: Callable[[int], os.statvfs_result] = os.fstatvfs
     clock: Callable[[], float] = time.monotonic
 
 
@@ -77,7 +87,8 @@ class AlignedMemory:
 class Run(NamedTuple):
     """Neighbouring slots of a segment, and the arena slots they come from or go to."""
 
-    path: str
+    segment: DiskSegment
+    """To open it. What is in it now is in the fields after it."""
     flags: int
     """With which the file is opened, besides the access."""
     geometry: Geometry
@@ -92,16 +103,18 @@ class Run(NamedTuple):
     cipher: DiskCipher | None
 
 
-def probe_direct(folder: Path, calls: DiskCalls) -> bool:
+def probe_direct(folder: int, calls: DiskCalls) -> bool:
     """Whether the file system of a folder takes direct I/O.
 
     Raises:
         OSError: nothing can be written there at all.
     """
-    path = str(folder / "probe")
     memory = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    with suppress(FileNotFoundError):
+        os.unlink(PROBE_NAME, dir_fd=folder)  # Of a process that was killed.
     try:
-        fd = calls.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, FILE_MODE)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+        fd = calls.open(PROBE_NAME, flags, FILE_MODE, folder)
         try:
             calls.pwritev(fd, [memory], 0)
             calls.preadv(fd, [memory], 0)
@@ -112,8 +125,8 @@ def probe_direct(folder: Path, calls: DiskCalls) -> bool:
             raise
         return False
     finally:
-        if os.path.exists(path):
-            os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.unlink(PROBE_NAME, dir_fd=folder)
     return True
 
 
@@ -137,7 +150,7 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
-    fd = calls.open(run.path, os.O_WRONLY | run.flags, FILE_MODE)
+    fd = run.segment.open(os.O_WRONLY | run.flags, calls)
     try:
         write_all(fd, buffers, geometry.offset(run.first), calls)
     finally:
@@ -165,7 +178,7 @@ def read_run(
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
-    fd = calls.open(run.path, os.O_RDONLY | run.flags, FILE_MODE)
+    fd = run.segment.open(os.O_RDONLY | run.flags, calls)
     try:
         got = read_all(fd, buffers, geometry.offset(run.first), calls)
     finally:
@@ -214,10 +227,10 @@ def read_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) 
     return got
 
 
-def expect_read(path: str, offset: int, length: int, calls: DiskCalls) -> None:
+def expect_read(segment: DiskSegment, offset: int, length: int, calls: DiskCalls) -> None:
     """Has the kernel read what is asked for soon, so that the disk does not wait meanwhile."""
     with suppress(OSError):  # The read itself will tell.
-        fd = calls.open(path, os.O_RDONLY, FILE_MODE)
+        fd = segment.open(os.O_RDONLY, calls)
         try:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
         finally:

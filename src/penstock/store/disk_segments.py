@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.store.base import GoneBlocks, Page, Space
-from penstock.store.disk_folder import Generations, write_head
+from penstock.store.disk_folder import write_head
 from penstock.store.disk_format import (
     PAGE_BYTES,
     ROW_BYTES,
@@ -34,6 +34,7 @@ from penstock.store.disk_format import (
     Geometry,
     write_form,
 )
+from penstock.store.disk_generations import TABLES_AHEAD
 from penstock.store.disk_index import BlockIndex, DiskSegment, check_rows, read_table
 from penstock.store.disk_io import expect_read
 from penstock.vocabulary.keys import KEY_BYTES
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from penstock.store.base import MappedArena
     from penstock.store.disk_cipher import DiskCipher
     from penstock.store.disk_folder import DiskFolder
+    from penstock.store.disk_generations import Generations
     from penstock.store.disk_io import DiskCalls
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key
@@ -55,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 SEGMENTS_MIN = 8
 """In a folder, so that giving one up does not cost half of it."""
-TABLES_AHEAD = 16
-"""That the kernel reads while recovery checks one: 16 MiB with blocks of 256 KiB."""
-SHRUNK_SEGMENTS_MIN = 2
-"""With fewer, a folder on a full file system is off and tried again."""
+SEGMENTS_LEAST = 2
+"""With fewer, each save would give up the only one."""
+FREE_SHARE = 64
+"""One of so many bytes of the file system stays free, for its own tables and for small files."""
 PAGE_TABLES_MAX = 64
 """How many tables one call of `page` reads at most."""
 CURSOR_BITS = 32
@@ -96,6 +98,11 @@ class BlockKind:
             len(arena.span.cells),
         )
 
+    @property
+    def least_bytes(self) -> int:
+        """Of a segment with one of them."""
+        return Geometry.least_bytes(block_bytes=self.block_bytes, cell_count=self.cell_count)
+
 
 class SegmentPool:
     """All segments of a folder, and the index of their blocks."""
@@ -105,6 +112,7 @@ class SegmentPool:
         folder: DiskFolder,
         size_bytes: int,
         *,
+        generations: Generations,
         lock: threading.Lock,
         cipher: DiskCipher | None,
         calls: DiskCalls,
@@ -116,15 +124,22 @@ class SegmentPool:
         self._folder = folder
         self.size_bytes = size_bytes
         """What segments are to take at most."""
-        self._room_bytes = size_bytes
+        self.room_bytes = size_bytes
         """What segments may take: less than was wanted where the file system has less."""
+        self._refused_at = size_bytes
+        """So many bytes were taken when the file system refused more, if it did."""
+        self._is_told = False
+        """Whether the log says that the file system has less."""
         self._lock = lock
         self._cipher = cipher
         self._calls = calls
-        found = folder.find_segments(cipher, ignore_other_versions=ignore_other_versions)
+        found, self._numbers_taken = folder.find_segments(
+            cipher, ignore_other_versions=ignore_other_versions
+        )
         self.index = BlockIndex()
         self.segments = {each.number: each for each in found}
-        self.generations = Generations(folder, found, calls)
+        self.generations = generations
+        generations.take(found, calls)
         self.reclaimed = 0
         self.rows_found = self.rows_known = 0
         """Slots of the segments that were there at the start, and of those that were read."""
@@ -164,7 +179,7 @@ class SegmentPool:
 
     def can_trim(self) -> bool:
         """Whether segments take no more than they may, or one of them can be given up now."""
-        return self.file_bytes <= self._room_bytes or self._coldest() is not None
+        return self.file_bytes <= self.room_bytes or self._coldest() is not None
 
     def take_gone(self) -> list[GoneBlocks]:
         gone, self._gone = self._gone, []
@@ -182,7 +197,7 @@ class SegmentPool:
     def resize(self, size_bytes: int) -> None:
         """From now on segments may take this much; `trim` gives up what is too much."""
         with self._lock:
-            self.size_bytes = self._room_bytes = size_bytes
+            self.size_bytes = self.room_bytes = self._refused_at = size_bytes
             self._cold = set()
 
     def trim(self) -> int:
@@ -196,7 +211,7 @@ class SegmentPool:
         """
         while True:
             with self._lock:
-                left = self.file_bytes - self._room_bytes
+                left = self.file_bytes - self.room_bytes
                 victim = self._coldest() if left > 0 else None
             if victim is None:
                 return max(0, left)
@@ -207,7 +222,8 @@ class SegmentPool:
         """Removes a segment that was given up, and its file."""
         with self._lock:
             del self.segments[segment.number]
-        os.unlink(segment.path)
+        with suppress(FileNotFoundError):  # Somebody else removed it.
+            self._folder.remove(segment)
 
     # Filling; by the keeper alone
 
@@ -247,9 +263,11 @@ class SegmentPool:
         size = self._segment_bytes(kind)
         segment = self._resumable(kind)
         if segment is None:
-            segment = self._make_room(size)
+            segment = self._make_room(size, kind)
             geometry = Geometry(
-                segment_bytes=size, block_bytes=kind.block_bytes, cell_count=kind.cell_count
+                segment_bytes=segment.file_bytes,
+                block_bytes=kind.block_bytes,
+                cell_count=kind.cell_count,
             )
             self._age += 1
             with self._lock:
@@ -269,7 +287,7 @@ class SegmentPool:
 
     def _begin(self, segment: DiskSegment, form: Form) -> None:
         try:
-            write_form(self._folder.path, form)
+            self._write_form(form)
             write_head(segment, self._cipher, self._calls)
             self._folder.sync()
         except OSError:
@@ -277,8 +295,16 @@ class SegmentPool:
                 del self.segments[segment.number]
             # Half of it may be there; what cannot be removed has no head and is taken next time.
             with suppress(OSError):
-                os.unlink(segment.path)
+                self._folder.remove(segment)
             raise
+
+    def _write_form(self, form: Form) -> None:
+        """Only those who look inside need it: blocks are found and verified without."""
+        try:
+            write_form(self._folder.fd, form)
+        except OSError as error:
+            name = form.fingerprint.hex()
+            logger.warning("form %s cannot be written: %s", name, error.strerror)
 
     def _shrink(self) -> bool:
         """The file system is full: from now on the room of the segments that are there is used.
@@ -289,9 +315,9 @@ class SegmentPool:
         with self._lock:
             total = self.file_bytes
             idle = self._coldest() is not None
-            if not idle or len(self.segments) < SHRUNK_SEGMENTS_MIN or total >= self._room_bytes:
+            if not idle or len(self.segments) < SEGMENTS_LEAST or total >= self.room_bytes:
                 return False
-            self._room_bytes = total
+            self.room_bytes = self._refused_at = total
         logger.warning(
             "the file system of %s is full: %d bytes are used for now, not %d",
             *(self._folder.path, total, self.size_bytes),
@@ -299,16 +325,52 @@ class SegmentPool:
         return True
 
     def _segment_bytes(self, kind: BlockKind) -> int:
-        """Of a new segment."""
-        least = Geometry.least_bytes(block_bytes=kind.block_bytes, cell_count=kind.cell_count)
-        if 2 * least > self.size_bytes:
+        """Of a new segment.
+
+        Raises:
+            ConfigError: the folder is too small for such blocks.
+            OSError: the file system is.
+        """
+        least = kind.least_bytes
+        if SEGMENTS_LEAST * least > self.size_bytes:
             raise ConfigError(
                 "gib",
-                f"gives the folder {self.size_bytes} bytes, must be at least {2 * least} for two "
-                f"segments with a block of {kind.block_bytes} bytes each",
+                f"gives the folder {self.size_bytes} bytes, must be at least "
+                f"{SEGMENTS_LEAST * least} for two segments with a block of {kind.block_bytes} "
+                "bytes each",
             )
-        wanted = min(SEGMENT_BYTES, self.size_bytes // SEGMENTS_MIN)
+        self._fit_file_system()
+        if SEGMENTS_LEAST * least > self.room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.room_bytes == self.size_bytes:
+            wanted = min(SEGMENT_BYTES, self.size_bytes // SEGMENTS_MIN)
+        else:
+            # What is free varies a little all the time, and files of one size can be used again.
+            wanted = min(SEGMENT_BYTES, 1 << (self.room_bytes // SEGMENTS_MIN).bit_length() - 1)
         return max(wanted - wanted % PAGE_BYTES, least)
+
+    def _fit_file_system(self) -> None:
+        """Uses what the file system has, where that is less than the folder may take."""
+        try:
+            found = self._calls.statvfs(self._folder.fd)
+        except OSError:
+            return  # Writing will tell.
+        free = found.f_bavail * found.f_frsize
+        with self._lock:
+            total = self.file_bytes + free
+            fits = total - total // FREE_SHARE
+            before, wanted = self.room_bytes, min(self.size_bytes, self._refused_at)
+            # It gives up no segment for others who fill the file system: that is for `_shrink`.
+            self.room_bytes = min(wanted, max(fits, self.file_bytes))
+            shrunk = self.room_bytes < min(before, self.size_bytes)
+        if shrunk and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "the file system of %s has room for %d bytes: the tier uses so much, not %d",
+                *(self._folder.path, self.room_bytes, self.size_bytes),
+            )
+        elif self.room_bytes == self.size_bytes:
+            self._is_told = False
 
     def _resumable(self, kind: BlockKind) -> DiskSegment | None:
         """A segment that an earlier process did not fill; what it has no rows for is free."""
@@ -328,26 +390,33 @@ class SegmentPool:
                     return each
         return None
 
-    def _make_room(self, size: int) -> DiskSegment:
+    def _make_room(self, size: int, kind: BlockKind) -> DiskSegment:
         """A file for a new segment of `size` bytes: one that was given up, or a new one."""
+        least = kind.least_bytes
         while True:
             with self._lock:
-                if self.file_bytes + size <= self._room_bytes:
-                    number = next(
-                        n for n in range(len(self.segments) + 1) if n not in self.segments
-                    )
-                    segment = DiskSegment(number, self._folder.segment_path(number), size)
+                if self.file_bytes + size <= self.room_bytes:
+                    taken = self.segments.keys() | self._numbers_taken
+                    number = next(n for n in range(len(taken) + 1) if n not in taken)
+                    segment = self._folder.segment(number, size)
                     self.segments[number] = segment
                     return segment
                 victim = self._coldest()
                 if victim is None:
                     # If it is less than it may be, the file system may have room by now.
-                    self._room_bytes = self.size_bytes
+                    self._refused_at = self.size_bytes
                     raise NoRoomError
             if not self._give_up(victim):
                 continue
-            if victim.file_bytes == size and self.file_bytes <= self._room_bytes:
-                return victim
+            with self._lock:
+                # Where room is short, a file that is there is used as it is: another one may find
+                # no room any more.
+                is_short = self.room_bytes < self.size_bytes and victim.file_bytes >= least
+                is_right = victim.file_bytes == size or (
+                    is_short and len(self.segments) >= SEGMENTS_LEAST
+                )
+                if is_right and self.file_bytes <= self.room_bytes:
+                    return victim
             self._remove(victim)
 
     def _give_up(self, victim: DiskSegment) -> bool:
@@ -356,8 +425,11 @@ class SegmentPool:
         Returns:
             Whether it did: not if a read began meanwhile.
         """
-        self.recover(victim)
+        with suppress(OSError):  # Blocks in a table that cannot be read are not in the index.
+            self.recover(victim)
         with self._lock:
+            if self.segments.get(victim.number) is not victim:
+                return False
             if victim.busy:
                 return False
             self._open = {kind: each for kind, each in self._open.items() if each is not victim}
@@ -383,14 +455,19 @@ class SegmentPool:
             each.hits /= 2
         newest = max(each.file_bytes for each in segments)
         self._cold = set()
-        if self.file_bytes + newest > self._room_bytes:
+        if self.file_bytes + newest > self.room_bytes:
             ranked = sorted(segments, key=lambda each: each.coldness)
             self._cold = {each.number for each in islice(ranked, len(ranked) // 2)}
 
     def _report_gone(self, victim: DiskSegment, life: int, dropped: NDArray[np.intp]) -> None:
         if not len(dropped):
             return
-        rows = read_table(victim, self._calls)
+        try:
+            rows = read_table(victim, self._calls)
+        except OSError as error:
+            # Engines find out when they ask for the blocks.
+            logger.warning("the rows of %s cannot be read: %s", victim.path, error.strerror)
+            return
         sound, _ = check_rows(rows, life, victim.part)
         rows = rows[dropped[sound[dropped]]]
         by_space: dict[Space, list[Key]] = {}
@@ -415,7 +492,7 @@ class SegmentPool:
             ahead = self._unread[-TABLES_AHEAD:]
         for each in ahead if self.rows_known == 0 else ahead[:1]:
             length = each.slot_count * ROW_BYTES
-            expect_read(each.path, PAGE_BYTES, length, self._calls)
+            expect_read(each, PAGE_BYTES, length, self._calls)
         self.recover(segment)
         return True
 
@@ -436,7 +513,7 @@ class SegmentPool:
         except OSError:
             with self._lock:
                 self._mark_known(segment)
-            if self._is_gone(segment):
+            if self.forget_if_removed(segment):
                 return
             raise
         with self._lock:
@@ -448,10 +525,29 @@ class SegmentPool:
             written = np.flatnonzero(sound)
             segment.next_slot = int(written[-1]) + 1 if len(written) else 0
 
-    def _is_gone(self, segment: DiskSegment) -> bool:
-        """Whether it was given up, and its file removed, since somebody began to read it."""
+    def forget_if_removed(self, segment: DiskSegment) -> bool:
+        """Whether a file cannot be used because it is not there, which concerns its blocks alone.
+
+        It was given up since somebody began to use it, or somebody else has removed it or put
+        something else in its place. If the whole folder is gone, that is another matter.
+        """
+        if not self._folder.is_ours():
+            return False
+        is_there = self._folder.has_file(segment)
         with self._lock:
-            return self.segments.get(segment.number) is not segment
+            if self.segments.get(segment.number) is not segment:
+                return True
+            if is_there:
+                return False
+            self._numbers_taken.add(segment.number)
+            del self.segments[segment.number]
+            self._open = {kind: each for kind, each in self._open.items() if each is not segment}
+            count = len(self.index.drop(segment))
+        logger.warning(
+            "%s was removed or replaced by somebody else: its %d blocks are forgotten",
+            *(segment.path, count),
+        )
+        return True
 
     def _mark_known(self, segment: DiskSegment) -> bool:
         """Whether it was not known before."""
@@ -468,8 +564,9 @@ class SegmentPool:
         while left.any():
             first = int(left.argmax())
             mine = left & (halves == halves[first]).all(axis=1)
-            generation = self.generations.of(rows["space"][first].tobytes())
-            current |= mine & (rows["generation"] == generation)
+            generation = self.generations.current(rows["space"][first].tobytes())
+            if generation is not None:
+                current |= mine & (rows["generation"] == np.uint64(generation))
             left &= ~mine
         return current
 
@@ -497,7 +594,7 @@ class SegmentPool:
                 self.recover(segment)
                 rows, slots = self._live_rows(segment, space, end)
             except OSError:
-                if self._is_gone(segment):
+                if self.forget_if_removed(segment):
                     continue
                 raise
             taken = slots[::-1][: limit - len(keys)]
@@ -516,7 +613,7 @@ class SegmentPool:
         rows = read_table(segment, self._calls)
         sound, digests = check_rows(rows, segment.life, segment.part)
         wanted = sound & (rows["space"] == np.void(space.name))
-        wanted &= rows["generation"] == space.generation
+        wanted &= rows["generation"] == np.uint64(space.generation)
         wanted[end:] = False
         with self._lock:
             if len(segment.digests) != len(digests):

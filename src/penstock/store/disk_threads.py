@@ -16,6 +16,7 @@ anything else is an error of ours, is logged, and switches it off for good.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
 from penstock.movers.packing import PackedSums
 from penstock.store.base import ResizeJob
-from penstock.store.disk_format import FILE_MODE, ROW, ROW_BYTES, Geometry, seal_rows
+from penstock.store.disk_format import ROW, ROW_BYTES, Geometry, seal_rows
 from penstock.store.disk_index import make_rows
 from penstock.store.disk_io import (
     AlignedMemory,
@@ -143,7 +144,7 @@ class DiskThreads:
         geometry = task.segment.geometry
         assert geometry is not None
         return Run(
-            task.segment.path,
+            task.segment,
             self._board.pool.flags,
             geometry,
             task.segment.life,
@@ -164,7 +165,12 @@ class DiskThreads:
             faults = read_run(self._run_of(read, job), sums, self._calls, scratch)
             parents = self._parents_of(read) if self._board.pool.is_cold(read.segment) else []
         except OSError as error:
+            removed = self._board.pool.forget_if_removed(read.segment)
             with self._board.lock:
+                if removed:
+                    missing = dict.fromkeys(everything, BlockFault.MISSING)
+                    self._board.end_read(read, missing)
+                    return
                 self._board.fail_read(error)
                 read.load.failure = f"reading failed: {error.strerror}"
                 self._board.end_read(read, everything)
@@ -181,7 +187,7 @@ class DiskThreads:
     def _parents_of(self, read: RunToRead) -> list[Key | None]:
         """What the rows of a read say, for blocks that are written again."""
         rows = np.zeros(len(read.positions), dtype=ROW)
-        fd = self._calls.open(read.segment.path, os.O_RDONLY, FILE_MODE)
+        fd = read.segment.open(os.O_RDONLY, self._calls)
         try:
             read_all(fd, [rows.view(np.uint8).data], Geometry.row_offset(read.first), self._calls)
         finally:
@@ -206,9 +212,8 @@ class DiskThreads:
             run = self._run_of(write, write.save.job)
             write.trailer_sums = write_run(run, self._calls, scratch)
         except OSError as error:
-            with self._board.lock:
-                write.failure = f"writing failed: {error.strerror}"
-                self._board.switch_off(write.failure, error)
+            write.failure = f"writing failed: {error.strerror}"
+            self._switch_off(write.segment, write.failure, error)
         except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
             with self._board.lock:
                 write.failure = self._board.break_down(error)
@@ -218,15 +223,20 @@ class DiskThreads:
     def sync(self, segment: DiskSegment) -> None:
         """Makes what was written to a segment outlive a power loss."""
         try:
-            fd = self._calls.open(segment.path, os.O_RDWR, FILE_MODE)
+            fd = segment.open(os.O_RDWR, self._calls)
             try:
                 segment.dirty = False
                 self._calls.sync(fd)
             finally:
                 os.close(fd)
         except OSError as error:
+            self._switch_off(segment, f"syncing failed: {error.strerror}", error)
+
+    def _switch_off(self, segment: DiskSegment, why: str, error: OSError) -> None:
+        """The disk refuses something; but a file that was removed concerns its blocks alone."""
+        if not self._board.pool.forget_if_removed(segment):
             with self._board.lock:
-                self._board.switch_off(f"syncing failed: {error.strerror}", error)
+                self._board.switch_off(why, error)
 
     # Keeper
 
@@ -389,10 +399,9 @@ class DiskThreads:
                 self._write_rows_of(segment, good[at:end])
             except OSError as error:
                 why = f"writing rows failed: {error.strerror}"
-                with board.lock:
-                    board.switch_off(why, error)
-                    for write in good[at:end]:
-                        write.failure = why
+                self._switch_off(segment, why, error)
+                for write in good[at:end]:
+                    write.failure = why
             at = end
         with board.lock:
             self._end_writes(writes)
@@ -401,13 +410,15 @@ class DiskThreads:
         """One write for rows that follow each other."""
         rows = seal_rows(np.concatenate([_rows_of(segment, write) for write in writes]))
         gaps = np.flatnonzero(np.diff(rows["slot"].astype(np.int64)) != 1) + 1
-        fd = self._calls.open(segment.path, os.O_WRONLY, FILE_MODE)
+        fd = segment.open(os.O_WRONLY, self._calls)
         try:
             for each in np.split(rows, gaps):
                 offset = Geometry.row_offset(int(each["slot"][0]))
                 write_all(fd, [each.view(np.uint8).data], offset, self._calls)
         finally:
             os.close(fd)
+        if not self._board.folder.is_ours():
+            raise OSError(errno.ESTALE, "the folder was exchanged")
         segment.dirty = True
 
     def _end_writes(self, writes: Sequence[RunToWrite]) -> None:
@@ -435,15 +446,14 @@ class DiskThreads:
             if row.segment.life != row.life or not self._board.is_current(row.segment):
                 return
         try:
-            fd = self._calls.open(row.segment.path, os.O_WRONLY, FILE_MODE)
+            fd = row.segment.open(os.O_WRONLY, self._calls)
             try:
                 zeros = memoryview(bytes(ROW_BYTES))
                 write_all(fd, [zeros], Geometry.row_offset(row.slot), self._calls)
             finally:
                 os.close(fd)
         except OSError as error:
-            with self._board.lock:
-                self._board.switch_off(f"writing rows failed: {error.strerror}", error)
+            self._switch_off(row.segment, f"writing rows failed: {error.strerror}", error)
 
     # Another size
 
@@ -469,7 +479,7 @@ class DiskThreads:
                 return ""
             used = board.pool.file_bytes
         try:
-            found = self._calls.statvfs(board.folder.path)
+            found = self._calls.statvfs(board.folder.fd)
         except OSError as error:
             return (
                 f"is {size_bytes / GIB:.6g}, but the free space of folder {board.folder.path} "
@@ -513,7 +523,7 @@ class DiskThreads:
         try:
             if board.folder.is_ours():
                 pool = board.pool
-                probe_direct(board.folder.path, self._calls)
+                probe_direct(board.folder.fd, self._calls)
             else:
                 board.folder.lock_again()
                 pool = self._take_folder()

@@ -13,7 +13,9 @@ The one rule: what is live here is what a store would find that opens the folder
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +27,7 @@ from penstock.errors import ConfigError
 from penstock.store.disk_cipher import ASSOCIATED_BYTES
 from penstock.store.disk_format import (
     CIPHER_NONE,
+    GENERATIONS_COPY_NAME,
     GENERATIONS_NAME,
     HEAD,
     PAGE_BYTES,
@@ -38,6 +41,7 @@ from penstock.store.disk_format import (
     round_up,
     sound_rows,
 )
+from penstock.store.disk_generations import find_later, generations_of
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.form import StorageFormat
 from penstock.vocabulary.keys import KEY_BYTES
@@ -53,6 +57,8 @@ if TYPE_CHECKING:
 
 SEGMENT_SUFFIX = ".segment"
 LOCK_NAME = "lock"
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+NO_FILE = "is no regular file: a store ignores it"
 DAMAGES_NAMED = 100
 """Damaged blocks that are described; all are counted."""
 
@@ -280,7 +286,7 @@ def _verify_table(table: _Table, checker: _BlockChecker) -> Iterator[tuple[int, 
         return
     first = Geometry.slots_offset(int(table.head["slot_count"]))
     try:
-        descriptor = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(table.path, OPEN_FLAGS)
     except FileNotFoundError:
         yield from ((slot, _CHANGED) for slot in slots)
         return
@@ -330,18 +336,12 @@ def inspect_folder(folder: Path) -> Inspection:
 
 
 def _inspect(folder: Path, files: list[str]) -> Inspection:
-    generations: dict[bytes, int] | None = None
-    problem = ""
-    try:
-        generations = read_generations(folder)
-        if files and not (folder / GENERATIONS_NAME).exists():
-            # A store then begins new ones, in which nothing old is found.
-            generations, problem = None, f"{GENERATIONS_NAME} is missing: no block counts"
-    except ValueError as damage:
-        problem = f"{damage}: no block counts"
     forms = _FormFiles(folder)
     read = (_read_segment(folder / file, forms) for file in files)
     found = [each for each in read if each is not None]
+    tables_read = [content for _, content in found if content is not None]
+    # After the tables: what a store has voided meanwhile is not found.
+    generations, problem = _read_generations(folder, tables_read, has_segments=bool(files))
     # Newest first: the first copy of a block that is met is the one that counts.
     found.sort(key=lambda each: -each[0].age)
     census = _Census(generations)
@@ -365,6 +365,31 @@ def _inspect(folder: Path, files: list[str]) -> Inspection:
         tables,
         forms,
     )
+
+
+def _read_generations(
+    folder: Path, tables: list[_Content], *, has_segments: bool
+) -> tuple[dict[bytes, int] | None, str]:
+    """Which generations count; if none do, why. A store then begins new ones."""
+    seen: dict[bytes, set[int]] = {}
+    for head, rows in tables:
+        for name, generation in generations_of(rows, sound_rows(rows, int(head["life"]))):
+            seen.setdefault(name, set()).add(generation)
+    try:
+        listed = read_generations(folder)
+    except ValueError as damage:
+        return None, f"{damage}: no block counts"
+    if listed is None and has_segments:
+        return None, f"{GENERATIONS_NAME} is missing: no block counts"
+    try:
+        copy = read_generations(folder, GENERATIONS_COPY_NAME)
+    except ValueError:
+        copy = None
+    counts = listed or {}
+    if copy is None:  # A folder of an earlier version, where a space that is not listed has 0.
+        counts = {**dict.fromkeys(seen, 0), **counts}
+    problem = find_later(counts, {}, copy or {}, seen)
+    return (None, f"{problem}: no block counts") if problem else (counts, "")
 
 
 class _Census:
@@ -417,7 +442,7 @@ class _Census:
         return counted, live
 
     def _fate(self, space: bytes, generation: int, identity: tuple[bytes, bytes, bytes]) -> str:
-        if self._generations is None or generation != self._generations.get(space, 0):
+        if self._generations is None or generation != self._generations.get(space):
             return "outdated"
         if identity in self._seen:
             return "superseded"
@@ -447,11 +472,18 @@ def _read_segment(path: Path, forms: _FormFiles) -> tuple[SegmentReport, _Conten
     `None`: the store has removed the file meanwhile.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, OPEN_FLAGS)
     except FileNotFoundError:
         return None
+    except OSError as problem:
+        if problem.errno not in {errno.ELOOP, errno.ENXIO}:
+            raise
+        return SegmentReport(file=path.name, file_bytes=0, problem=NO_FILE), None
     try:
-        report = SegmentReport(file=path.name, file_bytes=os.fstat(descriptor).st_size)
+        status = os.fstat(descriptor)
+        report = SegmentReport(file=path.name, file_bytes=status.st_size)
+        if not stat.S_ISREG(status.st_mode):
+            return replace(report, file_bytes=0, problem=NO_FILE), None
         # Twice: the store may have been writing it.
         page = _read(descriptor, PAGE_BYTES, 0)
         try:

@@ -279,6 +279,7 @@ class StateNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     saves_dropped: Count
     blocks_corrupt: Count
     blocks_reclaimed: Count
+    generations_lost: Count
 
 
 class ResizeAnswer(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -415,22 +416,15 @@ def state_notice(tier: int, state: TierState) -> StateNotice:
         state.saves_dropped,
         state.blocks_corrupt,
         state.blocks_reclaimed,
+        state.generations_lost,
     )
 
 
 def state_of(notice: StateNotice) -> TierState:
     """What `state_notice` was made of."""
-    return TierState(
-        on=notice.on,
-        why=notice.why,
-        recovered=notice.recovered,
-        blocks=notice.blocks,
-        block_bytes=notice.block_bytes,
-        capacity_bytes=notice.capacity_bytes,
-        saves_dropped=notice.saves_dropped,
-        blocks_corrupt=notice.blocks_corrupt,
-        blocks_reclaimed=notice.blocks_reclaimed,
-    )
+    fields = msgspec.structs.asdict(notice)
+    del fields["tier"]
+    return TierState(**fields)
 
 
 def answer_bytes(answer: AnyStoreAnswer) -> int:

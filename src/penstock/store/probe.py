@@ -219,8 +219,7 @@ class TierProbe:
             if time.monotonic() >= deadline:
                 raise UnavailableError(f"{what} was not there within {WAIT_S:g} s")
             self._tier.take_gone()
-            if isinstance(self._tier, AskedTier):
-                self._tier.take_generations()
+            self._tier.take_generations()
             wait_any((), (self._tier.descriptor,), deadline=deadline)
 
     def measure(self) -> tuple[ProbedSize, int]:

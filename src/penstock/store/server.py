@@ -542,9 +542,9 @@ class StoreServer:
         for gone in slot.tier.take_gone():
             for session, owner in self._owners.items():
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
+        for new in slot.tier.take_generations():
+            self._learn_generation(slot, new)
         if isinstance(slot.tier, AskedTier):
-            for new in slot.tier.take_generations():
-                self._learn_generation(slot, new)
             self._questions.answer(slot.tier.take_found())
 
     def _report(self, ended: EndedJob) -> None:

@@ -170,8 +170,8 @@ class TierSlot:
         return [(name, generation) for name, generation in tried if generation is not None]
 
     def expect(self, name: bytes, generation: int) -> None:
-        """An engine knows of this generation: a tier that others keep may not go back behind it."""
-        if isinstance(self.tier, AskedTier):
+        """An engine knows of this generation: the tier may not go back behind it."""
+        if self.tier is not None:
             self.tier.expect(name, generation)
 
     def generation(self, name: bytes) -> int | None:

@@ -152,7 +152,7 @@ class StoreRig:
 
     def _meant(self, space: Space) -> Space:
         """A space of the tests: 0 is the generation that counts, and 1 another one."""
-        if not isinstance(self.tier, AskedTier) or space.generation > 1:
+        if space.generation > 1:
             return space
         return Space(space.name, self.generation(space.name) + space.generation)
 
@@ -198,10 +198,10 @@ class StoreRig:
 
     def find(self, keys: Sequence[Key], *, space: Space = SPACE) -> list[bool]:
         tier = self.tier
+        space = self._meant(space)
         if not isinstance(tier, AskedTier):
             return tier.find(space, self.arena.part, keys)
         # Such a tier says how much of a chain is there, so each block is asked for by itself.
-        space = self._meant(space)
         asked = {}
         for key in keys:
             self._ticket += 1
@@ -224,6 +224,7 @@ class StoreRig:
 
     def pages(self, limit: int, *, space: Space = SPACE) -> Iterator[Page]:
         cursor: int | None = None
+        space = self._meant(space)
         for _ in range(1000):
             page = self.tier.page(space, self.arena.part, cursor, limit)
             yield page
@@ -242,8 +243,7 @@ def wait_for_news(tier: StoreTier, timeout_s: float) -> None:
     select.select([tier.descriptor], [], [], timeout_s)
     tier.state()
     tier.take_gone()
-    if isinstance(tier, AskedTier):
-        tier.take_generations()
+    tier.take_generations()
 
 
 def wait_until_recovered(tier: StoreTier) -> None:
