@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lab.sim.checkers import SimulationError
 from lab.sim.disk.device import ProcessKilledError, SimDisk
+from lab.sim.disk.images import FolderImages, Resets
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob, Space
 from penstock.store.disk import DiskTier
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from lab.sim.disk.images import Travel
     from penstock.store.base import EndedJob, MappedArena, ResizeJob
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
@@ -68,6 +70,7 @@ class DiskTruth:
         """By digest: reported as saved, and not given up or spoilt since."""
         self.generations: dict[bytes, int] = {}
         """The last of each space that was told."""
+        self.resets = Resets()
         self.places: dict[int, _Place] = {}
         """Of what was acknowledged, when the process died."""
         self.is_rotten: Callable[[MappedArena, int], bool] = lambda _arena, _slot: False
@@ -133,7 +136,7 @@ class WatchedTier(DiskTier):
         return pool
 
     def lose_folder(self) -> None:
-        """All files are gone, though they may not be missed for a while."""
+        """All files are gone, though they may not be missed for a while; or others are there."""
         self.has_folder = False
         self._tickets_lost |= self._in_hand.keys()
 
@@ -309,6 +312,7 @@ class DiskProcess:
         self._queue_bytes = queue_bytes
         self._reads_refused = 0
         """Before this life. A table that it cannot read is not read again."""
+        self.images = FolderImages(rng, folder)
         self._depth = 0
         self._keeping = False
         self.disk.meanwhile = self._meanwhile
@@ -316,6 +320,7 @@ class DiskProcess:
     def start(self) -> WatchedTier:
         """A new life; it may die at once, in a call."""
         tier = WatchedTier.__new__(WatchedTier)
+        refused = self.disk.refusals["preadv"]
         try:
             tier.__init__(  # type: ignore[misc]
                 *(self.folder, self.size_bytes, self.disk, self.truth),
@@ -327,7 +332,35 @@ class DiskProcess:
         self.tier = tier
         self.checked = False
         self._reads_refused = self.disk.refusals["preadv"]
+        read = self._reads_refused == refused
+        self.images.settle(self.truth, tier, self.truth.resets.voided, read=read)
         return tier
+
+    def void(self, name: bytes) -> None:
+        """Begins a new generation.
+
+        Raises:
+            UnavailableError: it counts, up to a restart.
+        """
+        assert self.tier is not None
+        self.truth.resets.note(name, self.tier.generation(name))
+        generation = self.tier.void(name)
+        self.truth.resets.confirm(name, generation)
+        self.images.overwrite()
+
+    def travel(self) -> Travel | None:
+        """The folder, or a part of it, is what it was; `None`: there is no earlier image."""
+        travelled = self.images.travel()
+        if travelled is None:
+            return None
+        travel, names = travelled
+        if any(name.endswith(".segment") for name in names):
+            self.truth.acknowledged.clear()
+            self.truth.places.clear()
+            if self.tier is not None:
+                self.tier.lose_folder()
+        self.disk.forget_unsynced(str(self.folder / name) for name in names)
+        return travel
 
     def step(self) -> bool:
         """Lets one of its threads get on; false if none can.

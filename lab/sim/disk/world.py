@@ -28,6 +28,7 @@ from xxhash import xxh3_128_digest
 from lab.sim.checkers import SimulationError
 from lab.sim.coverage import Kinds
 from lab.sim.disk.device import DiskWeather, ProcessKilledError
+from lab.sim.disk.images import FolderImages
 from lab.sim.disk.process import DiskProcess, Identity
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
@@ -59,12 +60,15 @@ DISK_FAULTS: tuple[str, ...] = (
     "bytes rot",
     "calls do a part only",
     "folder removed",
+    "folder travels back",
     "generation voided",
     "job cancelled",
     "killed",
     "killed in a call",
+    "one file travels back",
     "power lost",
     "segment given up",
+    "small files travel back",
     "tier resized",
     "sync is ignored",
     "tier is off",
@@ -190,6 +194,7 @@ class DiskWorld:
         )
         self.jobs: dict[int, tuple[SaveJob | LoadJob, DiskArena]] = {}
         self._draw_resizes(seed, crash)
+        self._draw_travels(seed, crash)
         self._ticket = 0
         healthy = rng.random() < 0.15 or crash is not None
         self._weather = DiskWeather(
@@ -222,6 +227,13 @@ class DiskWorld:
         self._resize_chance = 0.05 if crash is None and self._sizer.random() < 0.4 else 0.0
         self._resizes: dict[int, ResizeJob] = {}
 
+    def _draw_travels(self, seed: int, crash: Crash | None) -> None:
+        """Whether files travel back. Worlds in which none do draw as before."""
+        self._traveller = Random(f"images of {seed}")
+        travels = crash is None and self._traveller.random() < 0.4
+        self._image_chance, self._travel_chance = (0.06, 0.03) if travels else (0.0, 0.0)
+        self.process.images = FolderImages(self._traveller, self.process.folder)
+
     def _fault(self, healthy: bool, chance: float, most: float) -> float:  # noqa: FBT001
         drawn = self.rng.uniform(0.0, most) if self.rng.random() < chance else 0.0
         return 0.0 if healthy else drawn
@@ -243,6 +255,12 @@ class DiskWorld:
                     self._guard(self.rng.choices(actions, weights)[0])
                     if self._resize_chance and self._sizer.random() < self._resize_chance:
                         self._guard(self._resize)
+                    if self._traveller.random() < self._image_chance:
+                        self.process.images.keep(self.process.truth)
+                    if self._traveller.random() < self._image_chance:
+                        self._guard(lambda: self._void_with(self._traveller))
+                    if self._traveller.random() < self._travel_chance:
+                        self._travel()
                 self._end()
             finally:
                 self.process.kill_quietly()
@@ -275,7 +293,9 @@ class DiskWorld:
 
     def _draw_space(self, tier: WatchedTier) -> Space:
         name = self.rng.choice(SPACES)
-        return Space(name, tier.generation(name))
+        generation = tier.generation(name)
+        self.process.truth.resets.note(name, generation)
+        return Space(name, generation)
 
     def _draw_keys(self, limit: int) -> list[Key]:
         first = self.rng.randrange(len(self.keys))
@@ -331,12 +351,15 @@ class DiskWorld:
         tier.resize(job)
 
     def _void(self) -> None:
+        self._void_with(self.rng)
+
+    def _void_with(self, rng: Random) -> None:
         if self.process.tier is not None:
-            name = self.rng.choice(SPACES)
+            name = rng.choice(SPACES)
             before = self.process.tier.generation(name)
             with suppress(UnavailableError):  # It counts all the same, up to a restart.
-                self.process.tier.void(name)
-            if self.process.tier.generation(name) != before + 1:
+                self.process.void(name)
+            if self.process.tier.generation(name) <= before:
                 raise SimulationError("store", "a void did not begin a new generation")
             self.note("generation voided")
             self.events["void"] += 1
@@ -437,6 +460,11 @@ class DiskWorld:
         names = ("pwritev", "fallocate") if number != errno.EIO else ("preadv", "pwritev", "sync")
         weather.refusals = {name: number for name in names if self.rng.random() < 0.7}
         self.note("tier is off")
+
+    def _travel(self) -> None:
+        travel = self.process.travel()
+        if travel is not None:
+            self.note(travel.value)
 
     def _remove_folder(self) -> None:
         self.note("folder removed")

@@ -10,8 +10,9 @@ from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_see
 from lab.sim.disk import DiskWorld
 from lab.sim.disk.world import Crash
 from lab.sim.scenarios import Scenario
-from penstock.store import disk_threads
+from penstock.store import disk_generations, disk_threads
 from penstock.store.disk import DiskTier
+from penstock.store.disk_generations import Generations
 from penstock.store.disk_jobs import JobBoard
 from penstock.store.disk_segments import SegmentPool
 from penstock.store.disk_threads import DiskThreads
@@ -192,7 +193,32 @@ def _read_blindly(read_run: Callable[..., dict[int, object]]) -> Callable[..., d
     return read
 
 
+def plant_believed_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file `generations` that looks whole is believed, however old it is."""
+    monkeypatch.setattr(disk_generations, "find_later", lambda *_: "")
+
+
+def plant_second_record_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rows show that a file is old."""
+    monkeypatch.setattr(Generations, "_read_copy", lambda _: {})
+
+
+def plant_rows_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the second record shows that a file is old."""
+    monkeypatch.setattr(disk_generations, "generations_in", lambda *_: {})
+
+
+def plant_counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset counts to the next number."""
+    plant_believed_generations(monkeypatch)
+    monkeypatch.setattr(disk_generations, "draw_generation", lambda *, after: after + 1)
+
+
 PLANTED = [
+    pytest.param(plant_believed_generations, {"store"}, id="old generations believed"),
+    pytest.param(plant_second_record_not_read, {"store"}, id="second record not read"),
+    pytest.param(plant_rows_not_read, {"store"}, id="rows not read"),
+    pytest.param(plant_counted_generations, {"store", "bytes"}, id="generations counted"),
     pytest.param(plant_row_before_payload, {"store"}, id="row before payload"),
     pytest.param(plant_unchecked_generation, {"bytes", "store"}, id="generation not checked"),
     pytest.param(plant_early_acknowledgement, {"store"}, id="acknowledged before written"),

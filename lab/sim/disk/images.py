@@ -1,0 +1,172 @@
+"""Images of a disk tier's folder, and a folder that travels back to one of them.
+
+    images.keep(truth)                        the folder as it is now
+    images.travel(truth, alive=False)         files are put back, as from a backup
+
+What a reset has voided must stay void afterwards, where docs/disk-tier.md promises it:
+
+| what is put back                           | promised                                        |
+|--------------------------------------------|-------------------------------------------------|
+| one file, whichever                        | always                                          |
+| all small files                            | if a block was saved since in a space that was  |
+|                                            | voided since, and its row can be read           |
+| all of the folder, its process alive       | while that process lives                        |
+| all of the folder, without a process       | no                                              |
+
+The one rule that must not break: what is promised follows from the kind of travel, from resets and
+from what was reported as saved, and not from what the tier made of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from lab.sim.checkers import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from random import Random
+
+    from lab.sim.disk.process import DiskTruth
+    from penstock.store.disk import DiskTier
+
+IMAGES_MAX = 3
+RECORDS = ("generations", "generations.copy")
+
+
+class Travel(Enum):
+    """What is put back."""
+
+    FILE = "one file travels back"
+    RECORDS = "small files travel back"
+    FOLDER = "folder travels back"
+
+
+class Image(NamedTuple):
+    """A folder at some time."""
+
+    folder: Path
+    voided: dict[bytes, set[int]]
+    generations: dict[bytes, int]
+
+
+class Resets:
+    """Which generations of each space were told, and which of them confirmed resets have voided."""
+
+    def __init__(self) -> None:
+        self.voided: dict[bytes, set[int]] = {}
+        self._told: dict[bytes, set[int]] = {}
+
+    def note(self, name: bytes, generation: int) -> None:
+        """A tier says which generation counts.
+
+        Raises:
+            SimulationError: a reset was undone.
+        """
+        self._told.setdefault(name, set()).add(generation)
+        if generation in self.voided.get(name, ()):
+            raise SimulationError("store", f"a reset was undone: {name!r} has {generation} again")
+
+    def confirm(self, name: bytes, generation: int) -> None:
+        """A reset is confirmed: nothing of before counts again."""
+        self.note(name, generation)
+        self.voided[name] = self._told[name] - {generation}
+
+    def since(self, image: Image) -> set[bytes]:
+        """Spaces that were voided since an image was made."""
+        return {name for name, each in self.voided.items() if each - image.voided.get(name, set())}
+
+
+class FolderImages:
+    """Images of one folder, and what it travelled back to last."""
+
+    def __init__(self, rng: Random, folder: Path) -> None:
+        self._rng = rng
+        self._folder = folder
+        self._images: list[Image] = []
+        self._count = 0
+        self._last: tuple[Travel, Image] | None = None
+        """Not seen by a process that began after it, nor written over by a reset."""
+        self._records: dict[str, Image] = {}
+        """Of the two records, those that were put back since then, and to what."""
+
+    def keep(self, truth: DiskTruth) -> None:
+        """Keeps the folder as it is."""
+        if not self._folder.exists():
+            return
+        if len(self._images) == IMAGES_MAX:
+            shutil.rmtree(self._images.pop(self._rng.randrange(IMAGES_MAX)).folder)
+        self._count += 1
+        kept = self._folder.with_name(f"image-{self._count}")
+        shutil.copytree(self._folder, kept)
+        voided = {name: set(each) for name, each in truth.resets.voided.items()}
+        self._images.append(Image(kept, voided, dict(truth.generations)))
+
+    def travel(self) -> tuple[Travel, set[str]] | None:
+        """Puts files of an image back; what kind of travel it was, and which files changed."""
+        if not self._images or not self._folder.exists():
+            return None
+        image = self._rng.choice(self._images)
+        travel = self._rng.choice((Travel.FILE, Travel.FILE, Travel.RECORDS, Travel.FOLDER))
+        names = {each.name for folder in (image.folder, self._folder) for each in folder.iterdir()}
+        names.discard("lock")  # Whoever holds it would not be seen any more.
+        chosen = sorted(self._choose(travel, names))
+        for name in chosen:
+            (self._folder / name).unlink(missing_ok=True)
+            if (image.folder / name).exists():
+                shutil.copy2(image.folder / name, self._folder / name)
+        self._note(travel, image, chosen)
+        return travel, set(chosen)
+
+    def _note(self, travel: Travel, image: Image, names: Iterable[str]) -> None:
+        """Remembers what is not promised any more."""
+        self._records |= {name: image for name in names if name in RECORDS}
+        if travel is Travel.FILE and len(self._records) == len(RECORDS):
+            # One file after the other is as good as both at a time.
+            travel = Travel.RECORDS
+            image = min(
+                self._records.values(), key=lambda each: sum(map(len, each.voided.values()))
+            )
+        if travel is Travel.FOLDER or (travel is Travel.RECORDS and self._last is None):
+            self._last = travel, image
+
+    def _choose(self, travel: Travel, names: set[str]) -> Iterable[str]:
+        match travel:
+            case Travel.FILE:
+                one = self._rng.choice(sorted(names))
+                return {self._rng.choice(("generations", one))}
+            case Travel.RECORDS:
+                return {name for name in names if not name.endswith(".segment")}
+            case Travel.FOLDER:
+                return names
+
+    def overwrite(self) -> None:
+        """A process has written down again what counts: what was put back is no more."""
+        self._last = None
+        self._records.clear()
+
+    def settle(
+        self, truth: DiskTruth, tier: DiskTier, names: Iterable[bytes], *, read: bool
+    ) -> None:
+        """A process has begun with what is there; `read` says that it could read all rows.
+
+        Raises:
+            SimulationError: a reset was undone that must not be.
+        """
+        if self._last is not None:
+            travel, image = self._last
+            later = {
+                identity.space.name
+                for identity in truth.acknowledged.values()
+                if identity.space.generation == truth.generations.get(identity.space.name)
+            }
+            is_seen = read and later & truth.resets.since(image)
+            if travel is Travel.FOLDER or not is_seen:
+                truth.resets.voided = {name: set(each) for name, each in image.voided.items()}
+                truth.generations = dict(image.generations)
+        self.overwrite()
+        for name in names:
+            truth.resets.note(name, tier.generation(name))
