@@ -26,6 +26,7 @@ import numpy as np
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
+from penstock.cache.settings import HUB
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import PenstockError
 from penstock.machine import events as ev
@@ -274,6 +275,10 @@ def check_drained(world: World) -> None:
             raise SimulationError("drain", f"tier {tier.name}: slot {slot} stays {state}")
         for slot in np.flatnonzero(pool.state == SlotState.READY).tolist():
             world.ranks.check_block(tier.index, slot, books.nodes.key_of(int(pool.node[slot])))
+    for index, backlog in books.backlogs.items():
+        if backlog.due and books.tier(index).on and books.tier(HUB).on and books.healthy:
+            name = books.tier(index).name
+            raise SimulationError("liveness", f"tier {name} is on, and is not given what it missed")
     _check_accounts(world)
 
 

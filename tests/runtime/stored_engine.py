@@ -52,14 +52,20 @@ class Engine:
     """An engine whose blocks hold what their tokens say, with a cache over host memory and disk."""
 
     def __init__(
-        self, path: Path, *, weights: str = "v1", key_file: Path | str = "", gib: float = GIB
+        self,
+        path: Path,
+        *,
+        weights: str = "v1",
+        key_file: Path | str = "",
+        gib: float = GIB,
+        wait_for_tiers_s: float = 0,
     ) -> None:
         self.folder = path
         self.kv = np.zeros((32, 256), dtype=np.int64)
         text = TOML.format(path=path, weights=weights) + f'key_file = "{key_file}"\n'
         text = text.replace(f"gib = {GIB}", f"gib = {gib}")
         config = penstock.parse_config(text)
-        self.cache = penstock.open(config, kv=self.kv)
+        self.cache = penstock.open(config, kv=self.kv, wait_for_tiers_s=wait_for_tiers_s)
 
     def __enter__(self) -> Engine:
         return self

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.runtime.stored_engine import Engine, on_disk, prompt
+from tests.runtime.stored_engine import (
+    SOON_S,
+    Engine,
+    all_but_the_last_block,
+    on_disk,
+    prompt,
+    store_pid,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from penstock.machine.statistics import TierStatistics
 
 
 @pytest.fixture
@@ -37,6 +47,10 @@ def let_supervisors_begin(
     opener = os.open(gate, os.O_RDWR)
     yield lambda: os.write(opener, bytes(64))
     os.close(opener)
+
+
+def disk(engine: Engine) -> TierStatistics:
+    return engine.cache.statistics().tiers[-1]
 
 
 def test_a_cache_is_opened_at_once_and_its_disk_comes_on_with_a_supervisor_that_is_late(
@@ -92,3 +106,67 @@ def test_a_cache_whose_supervisor_has_not_begun_is_closed_at_once(
         engine.cache.close()
 
         assert time.monotonic() - began < 10  # And not the 15 s that a store process may take.
+
+
+def test_what_is_computed_right_after_open_is_on_the_disk_soon(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        for number in range(4):  # 32 blocks; host memory holds 16.
+            engine.save(prompt(number))
+
+        engine.wait_until_on()
+        engine.run_until(lambda: on_disk(engine) + disk(engine).saves_dropped >= 32)
+
+        engine.run_until(lambda: not engine.cache.busy)
+        assert disk(engine).saves_waiting == 0
+        engine.cache.audit()
+
+
+def test_what_left_host_memory_while_the_disk_was_away_is_counted(
+    opened: Callable[..., Engine], let_supervisors_begin: Callable[[], object]
+) -> None:
+    with opened() as engine:
+        for number in range(4):
+            engine.save(prompt(number))
+        assert (disk(engine).saves_waiting, disk(engine).saves_dropped) == (16, 16)
+
+        let_supervisors_begin()
+
+        assert engine.cache.wait_for_tiers(SOON_S)
+        engine.run_until(lambda: on_disk(engine) == 16)
+        status = engine.cache.store_status()
+        assert status is not None
+        assert status.saves_dropped == 16
+
+
+def test_a_disk_that_was_killed_gets_what_it_missed_and_the_next_cache_finds_it(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        assert engine.cache.wait_for_tiers(SOON_S)
+        os.kill(store_pid(engine), signal.SIGKILL)
+        engine.run_until(lambda: not engine.cache.health().ok)
+        for number in range(2):
+            engine.save(prompt(number))
+
+        assert engine.cache.wait_for_tiers(SOON_S)
+        engine.run_until(lambda: on_disk(engine) == 16)
+    with opened(wait_for_tiers_s=SOON_S) as engine:
+        assert on_disk(engine) == 16
+        for number in range(2):
+            assert engine.answer(prompt(number)) == all_but_the_last_block(prompt(number))
+
+
+def test_waiting_for_tiers_ends_in_time_and_the_cache_works_without_them(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    (tmp_path / "disk").symlink_to(tmp_path / "nowhere")
+    with opened(wait_for_tiers_s=0.05) as engine:
+        assert not engine.cache.wait_for_tiers(0)
+        assert engine.save(prompt(1)) == 0
+
+
+def test_a_time_to_wait_for_tiers_that_is_none_is_refused(opened: Callable[..., Engine]) -> None:
+    with pytest.raises(ValueError, match="wait_for_tiers_s is -1"):
+        opened(wait_for_tiers_s=-1)

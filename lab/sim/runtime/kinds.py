@@ -11,6 +11,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "another engine voids a store",
     "block corrupt",
     "block unreadable",
+    "blocks are written behind",
     "blocks of another engine in a store",
     "bytes rot",
     "bytes rot in a store",

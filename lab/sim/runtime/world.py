@@ -30,6 +30,7 @@ from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
+from penstock.machine.write_behind import CAUSE
 from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
 from penstock.runtime.driver import Driver
@@ -336,6 +337,8 @@ class RuntimeWorld(World):
             self.call_owner()
         if any(isinstance(effect, ef.Copy | ef.Abandon) for effect in effects):
             self.call_owner()
+        if any(isinstance(effect, ef.Copy) and effect.cause == CAUSE for effect in effects):
+            self.note("blocks are written behind")
 
     # ---------------------------------------------------------------- the end
 

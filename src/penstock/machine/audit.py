@@ -292,6 +292,19 @@ def _audit_operations(books: Books) -> None:
     if queued != {hop: meter.queued for hop, meter in books.rates.hops.items()}:
         _fail(books, "the blocks queued on the hops are not those of the copies under way")
     _audit_stores(books, queued)
+    _audit_backlogs(books)
+
+
+def _audit_backlogs(books: Books) -> None:
+    """What a stored tier missed lies in the hub, and is written only where the tier is on."""
+    for index, backlog in books.backlogs.items():
+        hub, tier = books.tier(HUB), books.tier(index)
+        for key in (*backlog.missed, *backlog.due):
+            node = books.nodes.get(key)
+            if node == NOWHERE or hub.slot_of[node] == NOWHERE:
+                _fail(books, f"tier {tier.name} is to be given a block that is not in the hub")
+        if backlog.due and not tier.on:
+            _fail(books, f"tier {tier.name} is off, and is given what it missed")
 
 
 def _audit_stores(books: Books, queued: dict[tuple[int, int], int]) -> None:
@@ -336,6 +349,7 @@ def freeze(books: Books) -> Frozen:
         ("departed", books.departed.freeze()),
         ("hints", _hints(books)),
         ("rates", books.rates.freeze()),
+        ("backlogs", tuple((tuple(b.missed), tuple(b.due)) for b in books.backlogs.values())),
     )
 
 

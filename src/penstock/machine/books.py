@@ -30,6 +30,7 @@ from penstock.cache.states import (
 )
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
+from penstock.machine.backlog import Backlog, leave_hub
 from penstock.machine.effects import DropBlocks, Effect
 from penstock.machine.gate import Rates
 from penstock.machine.kv_events import EventLog
@@ -259,6 +260,8 @@ class Books:
         """Hub slots that a stage is filling, and which one: their blocks can be passed on."""
         self.sightings: dict[Key, int] = {}
         """How often an engine that offloads showed a block that had not earned its place."""
+        self.backlogs = {tier.index: Backlog() for tier in self._lower if tier.settings.stored}
+        """By the index of a stored tier: what it missed while it was off."""
         self.expiries = Expiries()
         self.expiries.resize(self.nodes.capacity)
         self._tenants_max = _TENANTS_MIN
@@ -575,6 +578,8 @@ class Books:
         departure: Departure,
         cause: str,
     ) -> None:
+        if tier.index == HUB:
+            leave_hub(self, numbers, keys)
         evicted = departure.reason is MissReason.EVICTED
         refusable = evicted and any(fed.may_refuse for fed in self.fed_by(tier.index))
         self._remove_nodes(numbers, keys, departure, refusable=refusable)

@@ -220,6 +220,9 @@ class TierOn(Event, frozen=True, kw_only=True):
     tier: int
     kept: bool
     """Whether its bytes are still there."""
+    voided: bool = False
+    """Of a stored tier: another engine has voided its blocks. What this one would have written is
+    from before that, and is not written."""
 
 
 class ResizeTier(Event, frozen=True, kw_only=True):

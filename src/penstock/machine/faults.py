@@ -18,7 +18,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
-from penstock.machine import copies, leases, stored
+from penstock.machine import copies, leases, stored, write_behind
 from penstock.machine.events import CopyReport
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ SLOTS_MAX = 2**31 - 1
 def reset(books: Books, event: Reset, now: float) -> None:
     """Voids everything cached. Running requests keep their blocks, unpublished."""
     books.history.add(now, "reset", event.why)
+    for backlog in books.backlogs.values():
+        backlog.clear()
     _stop_all(books, now, "reset")
     _void_all(books, MissReason.RESET, now, "reset")
     books.contents.clear()
@@ -60,6 +62,8 @@ def change_weights(books: Books, event: ChangeWeights, now: float) -> None:
     is emptied: its room is needed at once. Stored tiers list what they have of the new weights.
     """
     books.history.add(now, "weights changed", event.after)
+    for backlog in books.backlogs.values():
+        backlog.give_up()  # A store keeps blocks of other weights apart, and none is asked for now.
     _stop_all(books, now, "the weights have changed")
     if not event.before or event.before == event.after:
         # The same keys may come back, for other bytes.
@@ -144,6 +148,8 @@ def tier_off(books: Books, event: TierOff, now: float) -> None:
     """A tier cannot be used: what is under way there fails, what lies there waits."""
     tier = _lower_tier(books, event.tier)
     tier.on = False
+    if tier.settings.stored:
+        books.backlogs[tier.index].pause()
     books.losses += 1
     books.history.add(now, "tier off", tier.name, (), event.why)
     failure = f"tier {tier.name} is off"
@@ -168,6 +174,10 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
         _empty(books, tier, MissReason.LOST, now, tier.name)
     tier.on = True
     books.history.add(now, "tier on", tier.name)
+    if tier.settings.stored:
+        if event.voided:
+            books.backlogs[tier.index].clear()
+        write_behind.begin(books, tier, now)
 
 
 def resize(books: Books, event: ResizeTier, now: float) -> Tier:

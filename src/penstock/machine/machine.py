@@ -16,7 +16,7 @@ from penstock.cache.eviction import Remembers, SharesArrays
 from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
-from penstock.machine import acquire, copies, faults, gate, leases, offload, writes
+from penstock.machine import acquire, copies, faults, gate, leases, offload, write_behind, writes
 from penstock.machine import events as ev
 from penstock.machine.audit import audit, freeze
 from penstock.machine.books import Books
@@ -113,6 +113,8 @@ class CacheMachine:
 
     def next_deadline(self) -> float | None:
         """When `handle_timer` should be called at the latest."""
+        if write_behind.is_overdue(self._books):
+            return self._books.now
         times = (self._books.ledger.next_deadline(), self._books.next_expiry())
         return min((time for time in times if time is not None), default=None)
 
@@ -157,6 +159,11 @@ class CacheMachine:
     def losses(self) -> int:
         """How often blocks below the device became unreadable."""
         return self._books.losses
+
+    @property
+    def saves_dropped(self) -> int:
+        """Blocks that left the hub before a stored tier came on that should have had them."""
+        return sum(backlog.dropped for backlog in self._books.backlogs.values())
 
     @property
     def lost_ranks(self) -> Set[int]:
@@ -235,6 +242,7 @@ class CacheMachine:
             operation, bad_slots = books.agenda.pop(0)
             leases.after_operation(books, operation, bad_slots, now)
             writes.after_operation(books, operation, now)
+            write_behind.after_operation(books, operation, now)
 
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
@@ -243,6 +251,7 @@ def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     books.expire_blocks(now)
     for tier in books.owned_tiers():
         writes.keep_watermark(books, tier, now)
+    write_behind.go_on_everywhere(books, now)
 
 
 def _cancel(books: Books, event: ev.Cancel, now: float) -> None:

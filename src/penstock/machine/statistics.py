@@ -56,6 +56,10 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     blocks_evicted: int
     blocks_refused: int = 0
     """Blocks that were not written here: those that lie here are worth more."""
+    saves_waiting: int = 0
+    """Blocks that a stored tier missed while it was off, and that are written when it is on."""
+    saves_dropped: int = 0
+    """Blocks that left the first tier below the device before they could be written here."""
     ready_s: float | None = None
     """How long it took until its memory could be used, on the slowest rank: made or mapped, and
     registered. `None` for the device."""
@@ -233,6 +237,7 @@ def _name(books: Books, index: int) -> str:
 
 def _tier(books: Books, tier: Tier) -> TierStatistics:
     pool = tier.pool
+    backlog = books.backlogs.get(tier.index)
     return TierStatistics(
         name=tier.name,
         on=tier.on,
@@ -247,4 +252,6 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],
         blocks_refused=books.counters.blocks_refused_by_tier[tier.index],
+        saves_waiting=0 if backlog is None else len(backlog),
+        saves_dropped=0 if backlog is None else backlog.dropped,
     )

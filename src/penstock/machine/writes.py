@@ -22,6 +22,7 @@ from penstock.cache.operations import Operation, Outcome, Purpose
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LEAVING, READY
 from penstock.machine import copies, stored
+from penstock.machine.backlog import miss
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,11 +35,21 @@ if TYPE_CHECKING:
 def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, cause: str) -> None:
     """Blocks became ready in a tier: writes them through to the tiers it feeds."""
     for tier in books.fed_by(feeder):
-        write = tier.settings.write
-        if write.kind is WriteKind.WRITE_THROUGH:
+        wanted = wanted_in(books, tier, nodes)
+        if tier.settings.stored and not tier.on:
+            miss(books, tier, wanted)
+        elif tier.settings.write.kind is WriteKind.WRITE_THROUGH:
             save(books, feeder, tier, _with_those_before(books, tier, nodes), now, cause)
-        elif write.kind is WriteKind.SELECTIVE:
-            save(books, feeder, tier, nodes[books.nodes.hits[nodes] >= write.hits], now, cause)
+        else:
+            save(books, feeder, tier, wanted, now, cause)
+
+
+def wanted_in(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Those of some blocks that a tier is given as soon as they are above it."""
+    write = tier.settings.write
+    if write.kind is WriteKind.SELECTIVE:
+        return nodes[books.nodes.hits[nodes] >= write.hits]
+    return nodes if write.kind is WriteKind.WRITE_THROUGH else nodes[:0]
 
 
 def _with_those_before(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -61,8 +72,11 @@ def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) ->
         for tier in books.fed_by(feeder.index):
             write = tier.settings.write
             if write.kind is WriteKind.SELECTIVE:
-                often = nodes[books.nodes.hits[nodes] >= write.hits]
-                save(books, feeder.index, tier, often, now, cause)
+                often = wanted_in(books, tier, nodes)
+                if tier.settings.stored and not tier.on:
+                    miss(books, tier, often)
+                else:
+                    save(books, feeder.index, tier, often, now, cause)
             elif write.kind is WriteKind.WRITE_THROUGH and tier.may_refuse:
                 # A block that was hit is worth more than when it was refused.
                 save(books, feeder.index, tier, books.refused_by(tier, nodes), now, cause)

@@ -398,6 +398,20 @@ METRICS = (
         _TIER,
     ),
     MetricRow(
+        "tier_saves_waiting",
+        GAUGE,
+        "Blocks that the tier missed while it was off, and that are written when it is on",
+        by_tier(lambda tier: tier.saves_waiting),
+        _TIER,
+    ),
+    MetricRow(
+        "tier_saves_dropped",
+        COUNTER,
+        "Blocks that left host memory before they could be written here",
+        by_tier(lambda tier: tier.saves_dropped),
+        _TIER,
+    ),
+    MetricRow(
         "tier_ready_seconds",
         GAUGE,
         "Until its memory could be used, when it was opened, on the slowest rank",

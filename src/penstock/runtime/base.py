@@ -17,6 +17,7 @@ keeps its blocks only if it lies in the same memory as before.
 from __future__ import annotations
 
 import reprlib
+import time
 import warnings
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -343,6 +344,29 @@ class BaseCache:
         deadline = self._driver.as_time("deadline", deadline)
         watched = as_descriptors("descriptors", descriptors)
         return self._driver.wait(deadline, descriptors=watched)
+
+    def wait_for_tiers(self, timeout_s: float) -> bool:
+        """Waits until all tiers can be used, and all is known that a disk has; steps meanwhile.
+
+        A cache is open before its store process has started. What is computed until then is written
+        later, but nothing is found there. Ranks in other processes have to step meanwhile, too:
+        the store process waits for their host memory.
+
+        Returns:
+            Whether it is so. If not, the time is over; `health` says why, and the tiers are used
+            as soon as they can be.
+
+        Raises:
+            ValueError: it is not a number of seconds.
+        """
+        driver = self._driver
+        deadline = time.monotonic() + as_seconds("timeout_s", timeout_s, zero=True)
+        self._access.require()
+        while driver.awaits_tiers and time.monotonic() < deadline:
+            self.step()
+            if driver.awaits_tiers:
+                self.wait(deadline)
+        return driver.has_all_tiers and not driver.awaits_tiers
 
     def drain(self) -> None:
         """Cancels every copy but those that write blocks down; those go on with each step.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.cache.operations import Outcome, Purpose
+from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.events import (
@@ -235,7 +236,21 @@ class Driver:
 
     def store_status(self, cause: str) -> StoreStatus | None:
         """The store process as it is now, if there is one."""
-        return None if self.stored is None else self.stored.status(cause, self._clock())
+        if self.stored is None:
+            return None
+        status = self.stored.status(cause, self._clock())
+        missed = self.machine.saves_dropped
+        return status._replace(saves_dropped=status.saves_dropped + missed)
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """Whether a stored tier may come on in a later step, or list more of what it has."""
+        return self.stored is not None and not self.stored.is_complete
+
+    @property
+    def has_all_tiers(self) -> bool:
+        """Whether every tier below the device can be used."""
+        return all(map(self.machine.is_tier_on, range(HUB, len(self.machine.tier_names))))
 
     def take_reports(self, reports: Sequence[CopyReport | LostRank]) -> list[ef.Effect]:
         """Takes what a rank has reported.
@@ -294,11 +309,14 @@ class Driver:
 
     def switch_tier_on(self, tier: int, *, kept: bool) -> list[ef.Effect]:
         """A tier can be used again, with its bytes or without; one that sleeps, when it wakes."""
-        self.unusable.pop(tier, None)
-        if tier in self._sleeping:
-            return self._switch_off(tier, self._sleeping[tier])
-        effects = self.handle(TierOn(tier=tier, kept=kept))
-        self._health.mend(f"tier {self._name(tier)}", "is on")
+        return self._switch_on(TierOn(tier=tier, kept=kept))
+
+    def _switch_on(self, event: TierOn) -> list[ef.Effect]:
+        self.unusable.pop(event.tier, None)
+        if event.tier in self._sleeping:
+            return self._switch_off(event.tier, self._sleeping[event.tier])
+        effects = self.handle(event)
+        self._health.mend(f"tier {self._name(event.tier)}", "is on")
         return effects
 
     def let_tier_sleep(self, tier: int, why: str) -> list[ef.Effect]:
@@ -446,8 +464,8 @@ class Driver:
                     effects += self._take_report(event)
                 case TierOff(tier=tier, why=why) if not stored.is_on(tier):
                     effects += self.switch_tier_off(tier, why)
-                case TierOn(tier=tier, kept=kept):
-                    effects += self.switch_tier_on(tier, kept=kept)
+                case TierOn():
+                    effects += self._switch_on(event)
                 case _:
                     # The answer to a prefetch of its own is for nobody.
                     answers = (ef.Started, ef.Found)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import HUB
 from penstock.config import Config, load_config
@@ -44,6 +45,7 @@ from penstock.vocabulary.arguments import (
     INT_MAX,
     as_channels,
     as_int,
+    as_seconds,
     as_text,
     as_tuple,
     require_methods,
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
 
+CacheT = TypeVar("CacheT", Cache, Offload)
+
 WRITER = 0
 """The rank that writes the memory which ranks with equal bytes share."""
 
@@ -74,6 +78,7 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     keeper: Keeper | None = None,
     ranks: Sequence[RankFacts] | None = None,
     channels: Sequence[Channel] | None = None,
+    wait_for_tiers_s: float = 0.0,
 ) -> Cache:
     """Opens a cache that manages the engine's device blocks.
 
@@ -91,6 +96,8 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
         ranks: The facts of every rank, in any order: each rank was opened by `open_rank`.
         channels: The way to each of `ranks`, in the same order. Without it, plans and reports
             travel with the engine's own messages: `cache.ranks`.
+        wait_for_tiers_s: How long to wait at most until disks and shared stores can be used, as
+            `wait_for_tiers` does. By default they come on in later steps.
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the memory, the machine or the
@@ -100,17 +107,19 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
             rank in this process and for ranks in others are mixed.
     """
     config = _read(config)
+    wait_s = as_seconds("wait_for_tiers_s", wait_for_tiers_s, zero=True)
     _require_managed(config)
     config.namespace()  # Here, not at the first request, a salt is missed that cannot be read.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
-        return Cache(_drive_others(config, ranks, channels))
+        return _with_tiers(Cache(_drive_others(config, ranks, channels)), wait_s)
     _require_parts(layout, None, keeper)
     _require_one_rank(config, channels)
     if kv is not None and not config.model.kv_dtype:
         model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
         config = replace(config, model=model)
-    return Cache(_drive_here(config, _open_rank(config, 0, kv, layout, None, keeper)))
+    rank = _open_rank(config, 0, kv, layout, None, keeper)
+    return _with_tiers(Cache(_drive_here(config, rank)), wait_s)
 
 
 def open_offload(
@@ -121,20 +130,33 @@ def open_offload(
     keeper: Keeper | None = None,
     ranks: Sequence[RankFacts] | None = None,
     channels: Sequence[Channel] | None = None,
+    wait_for_tiers_s: float = 0.0,
 ) -> Offload:
     """Opens the tiers below device blocks that the engine manages itself.
 
     The arguments, and what it raises, are those of `open`.
     """
     config = _read(config)
+    wait_s = as_seconds("wait_for_tiers_s", wait_for_tiers_s, zero=True)
     _require_offload(config)
     config.namespace()  # As above.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
-        return Offload(_drive_others(config, ranks, channels))
+        return _with_tiers(Offload(_drive_others(config, ranks, channels)), wait_s)
     _require_parts(layout, None, keeper)
     _require_one_rank(config, channels)
-    return Offload(_drive_here(config, _open_rank(config, 0, kv, layout, None, keeper)))
+    rank = _open_rank(config, 0, kv, layout, None, keeper)
+    return _with_tiers(Offload(_drive_here(config, rank)), wait_s)
+
+
+def _with_tiers(cache: CacheT, wait_s: float) -> CacheT:
+    """The cache, after its tiers had some time to come on."""
+    if wait_s:
+        with ExitStack() as undo:
+            undo.callback(cache.close)
+            cache.wait_for_tiers(wait_s)
+            undo.pop_all()
+    return cache
 
 
 def open_rank(

@@ -316,6 +316,13 @@ class StoredTiers:
         return self._on[tier]
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all tiers are on, and all is known that those have which list their blocks."""
+        return all(
+            self._on[tier] and (tier in self._listed or tier in self._asked) for tier in self.tiers
+        )
+
+    @property
     def unconfirmed_resets(self) -> set[int]:
         """Tiers that have not confirmed a reset: it would be lost with this process."""
         return self.link.unconfirmed_voids
@@ -390,7 +397,7 @@ class StoredTiers:
         self._listed.discard(voided.tier)
         yield TierOff(tier=voided.tier, fenced=False, why="its blocks were voided")
         if self._on[voided.tier]:
-            yield TierOn(tier=voided.tier, kept=False)
+            yield TierOn(tier=voided.tier, kept=False, voided=not voided.own)
 
     def _page(self, page: Paged) -> Iterator[Event]:
         self._paging.discard(page.tier)

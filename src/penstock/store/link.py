@@ -5,9 +5,8 @@
     link.dispatch()                        # one batch; what does not fit waits
     for result in link.collect(): …        # whenever `descriptor` is readable, or at `alarm`
 
-It has no thread, and nothing waits after it was made. The process is restarted, or another one is
-found, with a growing pause; `StoreBack` says that the tiers can be used, `StoreLost` that they
-cannot.
+It has no thread, and nothing waits. The process is restarted, or another one is found, with a
+growing pause; `StoreBack` says that the tiers can be used, `StoreLost` that they cannot.
 
 | what happened                              | the link returns                                  |
 |--------------------------------------------|---------------------------------------------------|
@@ -141,6 +140,7 @@ class Voided(NamedTuple):
 
     tier: int
     generation: int
+    own: bool = False
 
 
 class StoreState(NamedTuple):
@@ -226,7 +226,7 @@ class StoreLink:
             tiers: The tiers of the store by their index in the cache, with their names.
             embedded: Whether to start the process where nobody listens. It ends with this link.
             module: What an embedded process runs.
-            clock: Monotonic; for tests.
+            clock: Monotonic.
         """
         self._clock = clock
         self._hello = OwnerHello(life, space, list(arenas), list(tiers.values()))
@@ -625,7 +625,7 @@ class StoreLink:
         elif self._resets.take(tier, notice) and notice.space == self._hello.space:
             self._forget_pages(tier)
             self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
-            self._results.append(Voided(tier, notice.generation))
+            self._results.append(Voided(tier, notice.generation, notice.asked > 0))
 
     def _next_page(self, tier: int, page: _PageRest) -> Paged:
         """As many blocks of a page as are returned at once; the rest waits to be asked for."""
