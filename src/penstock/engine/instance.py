@@ -30,6 +30,7 @@ from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.engine import Engine, EnginePaused, LocalWorkers
 from penstock.engine.handoffs import InstanceHandoffs, RankHandoffs
+from penstock.engine.life_report import WRONG_SETTING, report_problem, report_ready
 from penstock.engine.orders import Orders
 from penstock.engine.peers import peers_of
 from penstock.engine.process_end import GIVE_UP_S, end_within, leave
@@ -39,7 +40,7 @@ from penstock.engine.requests import Output, Request
 from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceRole, InstanceSpec, read_sealed
-from penstock.errors import CapacityError, PeerError, UnavailableError
+from penstock.errors import CapacityError, ConfigError, PeerError, UnavailableError
 from penstock.logs import set_up_logs
 from penstock.machine.kv_events import KEYS_PER_EVENT, AllCleared, BlocksStored, chains_of
 from penstock.supervisor.keeper import keeper
@@ -574,8 +575,13 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
     )
 
 
-def main(given: str) -> int:
-    """Runs the instance; returns the exit status, 0 for a graceful end."""
+def main(given: str, report: str = "") -> int:
+    """Runs the instance; returns the exit status, 0 for a graceful end.
+
+    Args:
+        given: The descriptor of its spec.
+        report: The name of the descriptor for what it reports to its command, if there is one.
+    """
     spec = read_sealed(given, InstanceSpec)
     set_up_logs(spec.log_level, as_json=spec.log_json)
     if spec.ranks == 1:
@@ -587,7 +593,12 @@ def main(given: str) -> int:
     gc.freeze()
     with penstock.StopSignal() as stop:
         try:
-            why = _serve(spec, _connect(spec, stop), stop)
+            why = _serve(spec, _connect(spec, stop), stop, report)
+        except ConfigError as error:
+            # The command that started this process says so, and ends if it was its first life.
+            logger.debug("instance ends: name=%s cause=%s", spec.name, error)
+            report_problem(report, error)
+            return WRONG_SETTING
         except (PeerError, UnavailableError) as error:
             # The supervisor restarts this process and its ranks.
             logger.error("instance ends: name=%s cause=%s", spec.name, error)  # noqa: TRY400
@@ -617,17 +628,18 @@ def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
             wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
 
 
-def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -> str:
+def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal, report: str) -> str:
     def send_progress(rank: int, layers: int, of: int) -> None:
         channel.send(ms.encode(ms.LoadProgress(rank=rank, layers=layers, of=of)))
 
     try:
         engine, architecture = build_engine(spec, progress=send_progress)
-    except (PeerError, UnavailableError):
+    except (ConfigError, PeerError, UnavailableError):
         channel.close()
         raise
     instance = Instance(spec, engine, architecture, channel)
     try:
+        report_ready(report)
         why = _answer(spec, instance, stop)
     except (PeerError, UnavailableError):
         end_within(GIVE_UP_S)
@@ -666,4 +678,4 @@ def _announce(spec: InstanceSpec) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    leave(main(*sys.argv[1:]))

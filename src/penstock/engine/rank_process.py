@@ -21,13 +21,14 @@ from torch import distributed
 import penstock
 from penstock.config.values import port_range
 from penstock.engine.handoffs import RankHandoffs
+from penstock.engine.life_report import WRONG_SETTING, report_problem, report_ready
 from penstock.engine.peers import peers_of
 from penstock.engine.process_end import GIVE_UP_S, end_within, leave
 from penstock.engine.rank_exchange import COLLECTIVE_S, RankExchange
 from penstock.engine.remote_workers import RankCame, RankLoading, encode, join, serve_rank
 from penstock.engine.spec import RankSpec, read_sealed
 from penstock.engine.worker import load_rank
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.logs import set_up_logs
 from penstock.supervisor.keeper import keeper
 
@@ -43,8 +44,13 @@ MEET_S = 60.0
 """The timeout for ranks on several machines to connect to each other."""
 
 
-def main(given: str) -> int:
-    """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed."""
+def main(given: str, report: str = "") -> int:
+    """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed.
+
+    Args:
+        given: The descriptor of its spec.
+        report: The name of the descriptor for what it reports to its command, if there is one.
+    """
     # What was imported stays: a full collection would look at it, for a tenth of a second.
     gc.freeze()
     spec = read_sealed(given, RankSpec)
@@ -64,7 +70,12 @@ def main(given: str) -> int:
         came = RankCame(spec.rank, instance.terms, exchange.address if exchange else "")
         channel, meeting = join(instance.scheduler, name=name, came=came, secret=instance.secret)
         with closing(channel):
-            why = _serve(spec, channel, meeting, exchange)
+            why = _serve(spec, channel, meeting, exchange, report)
+    except ConfigError as error:
+        # The command that started this process says so, and ends if it was its first life.
+        logger.debug("rank ends: name=%s cause=%s", name, error)
+        report_problem(report, error)
+        return WRONG_SETTING
     except (PeerError, UnavailableError) as error:
         logger.error("rank ends: name=%s cause=%s", name, error)  # noqa: TRY400
         return 1
@@ -77,7 +88,9 @@ def main(given: str) -> int:
     return 0 if instance.starts_scheduler else 1
 
 
-def _serve(spec: RankSpec, channel: Channel, meeting: MeetAt, exchange: RankExchange | None) -> str:
+def _serve(
+    spec: RankSpec, channel: Channel, meeting: MeetAt, exchange: RankExchange | None, report: str
+) -> str:
     instance = spec.instance
     if instance.threads:
         torch.set_num_threads(instance.threads)
@@ -101,6 +114,7 @@ def _serve(spec: RankSpec, channel: Channel, meeting: MeetAt, exchange: RankExch
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not instance.starts_scheduler:
             _announce(instance, spec.rank)
+        report_ready(report)
         try:
             return serve_rank(channel, loaded.worker, rank, handed)
         except (PeerError, UnavailableError):
@@ -140,4 +154,4 @@ def _part() -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    leave(main(*sys.argv[1:]))

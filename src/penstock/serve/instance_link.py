@@ -46,7 +46,9 @@ class InstanceLink:
     def __init__(self, channel: Channel, *, on_change: Callable[[InstanceLink], None]) -> None:
         self.name = channel.name
         self.ready: ms.InstanceReady | None = None
-        """What the instance can do; `None` until it is loaded."""
+        """What the instance can do; `None` until it is loaded, and when it is gone."""
+        self.was_ready = False
+        """Whether it has ever been."""
         self.leaving = False
         """Whether it finishes its requests and accepts no more."""
         self.held_back = ""
@@ -256,7 +258,7 @@ class InstanceLink:
                 self.loading[message.rank] = message
                 self._on_change(self)
             case ms.InstanceReady():
-                self.ready = message
+                self.ready, self.was_ready = message, True
                 self.on_ready(self)
                 self._on_change(self)
             case ms.TokenProgress() | ms.Scored() | ms.SubmitRefused():

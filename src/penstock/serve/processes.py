@@ -1,5 +1,14 @@
 """The processes that one command starts: instances and their ranks, under a supervisor.
 
+| a process ends                                 | then                                         |
+|------------------------------------------------|----------------------------------------------|
+| in its first life, since a setting is wrong     | the command ends, with the problem           |
+| more than `RESTART.limit` times in its window   | it is given up                               |
+| as often in a row without having been ready     | it is given up, however long each start took |
+| otherwise                                      | it is started again                          |
+
+When no instance is left that answers, the command ends.
+
 The one rule: all processes end with the command, however it ends; the supervisor ends them.
 """
 
@@ -13,7 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.engine.life_report import WRONG_SETTING, make_report, read_report
 from penstock.engine.spec import InstanceRole, RankSpec, sealed
+from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.supervisor.messages import ProcessExited, RestartsExhausted
 from penstock.supervisor.spec import OnFailure, ProcessSpec
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engine.spec import InstanceSpec
+    from penstock.errors import PenstockError
     from penstock.supervisor.client import Supervisor
     from penstock.transport.machine_keys import Secret
 
@@ -38,6 +50,7 @@ RANK_STOP_S = 5.0
 RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
 # The ranks of an instance are on one machine: their collectives use the loopback interface.
 RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
+INSTANCE_MODULE = "penstock.engine.instance"
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """With one of these a user says how threads wait for each other."""
 
@@ -53,8 +66,8 @@ class Processes:
         handoff_secret: Secret = b"",
         rank_secret: Secret = b"",
     ) -> None:
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when no instance is left, with the reason."""
+        self.failed: asyncio.Future[PenstockError] = asyncio.get_running_loop().create_future()
+        """Done when the command cannot go on, with the reason."""
         self._supervisor = supervisor
         # Without one of several commands, a new one that every restart reuses.
         secret = handoff_secret or secrets.token_bytes(SECRET_BYTES)
@@ -68,6 +81,14 @@ class Processes:
         self._needed = answering or {spec.name for spec in specs}
         """The instances of which at least one must be alive."""
         self._given_up: set[str] = set()
+        self._reports: dict[str, int] = {}
+        """What each process reports, as a descriptor."""
+        self._waits_for_others = {
+            spec.name for spec in specs if spec.ranks_here or not spec.starts_scheduler
+        }
+        """Instances whose processes start when those of another command have."""
+        self._not_ready: dict[str, int] = {}
+        """How often each process has ended since it was ready last; it was started before."""
 
     def start(self, server: str, secret: Secret) -> None:
         """Starts them; they dial `server`, unless they join the one of another command.
@@ -95,32 +116,62 @@ class Processes:
     def stop(self) -> None:
         """Stops watching them; they end with the supervisor."""
         asyncio.get_running_loop().remove_reader(self._supervisor.descriptor)
+        for fd in self._reports.values():
+            os.close(fd)
+        self._reports.clear()
 
     def _hand_over(self, process: ProcessSpec, given: InstanceSpec | RankSpec) -> None:
-        """Gives the supervisor the spec of a process, for every restart."""
+        """Gives the supervisor the spec of a process, and room for reports, for every restart."""
+        spec, report = process.descriptors
         fd = sealed(given)
         try:
-            self._supervisor.hold(process.descriptors[0], fd)
+            self._supervisor.hold(spec, fd)
         finally:
             os.close(fd)
+        self._reports[process.name] = make_report()
+        self._supervisor.hold(report, self._reports[process.name])
 
     def _watch(self) -> None:
         for event in self._supervisor.events():
             match event:
                 case ProcessExited():
-                    logger.warning("process ended: %s", event)
+                    self._note_exit(event)
                 case RestartsExhausted(name=name):
                     logger.error("process failed too often: %s", event)
-                    self._given_up.add(name.partition("-rank-")[0])
-                    if self._given_up >= self._needed:
-                        self._fail(f"process {name!r} failed too often; no instance is left")
+                    self._give_up(name, "failed too often")
                 case ChannelClosed() | ChannelFailed():
-                    self._fail(f"the supervisor is lost: {event}")
+                    self._fail(UnavailableError(f"the supervisor is lost: {event}"))
                     return
                 case _:
                     logger.info("supervisor: %s", event)
 
-    def _fail(self, why: str) -> None:
+    def _note_exit(self, event: ProcessExited) -> None:
+        name = event.name
+        report = read_report(self._reports[name], event.pid)
+        if event.code == WRONG_SETTING and report is not None and report.problem:
+            if name not in self._not_ready:
+                self._fail(ConfigError(report.field, report.problem))
+                return
+            logger.error("setting is wrong: process=%s %s: %s", name, report.field, report.problem)
+        logger.warning("process ended: %s", event)
+        was_ready = report is not None and report.is_ready
+        self._not_ready[name] = 0 if was_ready else self._not_ready.get(name, 0) + 1
+        instance = name.partition("-rank-")[0]
+        if event.restart_at is None or instance in self._waits_for_others:
+            return
+        if self._not_ready[name] > RESTART.limit:
+            # It waits to be started again, so this takes no longer than an answer.
+            self._supervisor.stop_process(name)
+            self._give_up(name, f"ended {self._not_ready[name]} times before it was ready")
+
+    def _give_up(self, name: str, why: str) -> None:
+        self._given_up.add(name.partition("-rank-")[0])
+        if self._given_up >= self._needed:
+            self._fail(UnavailableError(f"process {name!r} {why}; no instance is left"))
+        else:
+            logger.error("process given up: name=%s cause=it %s", name, why)
+
+    def _fail(self, why: PenstockError) -> None:
         if not self.failed.done():
             self.failed.set_result(why)
 
@@ -136,9 +187,9 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         )
     whole = ProcessSpec(
         name=spec.name,
-        module="penstock.engine.instance",
-        arguments=(f"{spec.name}.spec",),
-        descriptors=(f"{spec.name}.spec",),
+        module=INSTANCE_MODULE,
+        arguments=(f"{spec.name}.spec", f"{spec.name}.report"),
+        descriptors=(f"{spec.name}.spec", f"{spec.name}.report"),
         environment=_waits_asleep(),
         keeps=True,
         restart=RESTART,
@@ -161,12 +212,13 @@ def _waits_asleep() -> tuple[tuple[str, str], ...]:
 
 
 def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
+    name = f"{spec.name}-rank-{rank}"
     return (
         ProcessSpec(
-            name=f"{spec.name}-rank-{rank}",
+            name=name,
             module="penstock.engine.rank_process",
-            arguments=(f"{spec.name}-rank-{rank}.spec",),
-            descriptors=(f"{spec.name}-rank-{rank}.spec",),
+            arguments=(f"{name}.spec", f"{name}.report"),
+            descriptors=(f"{name}.spec", f"{name}.report"),
             environment=(*RANK_ENVIRONMENT, *_waits_asleep()),
             keeps=True,
             restart=RESTART,

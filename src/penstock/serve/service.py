@@ -28,7 +28,6 @@ from penstock.config.values import port_range
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
-from penstock.errors import UnavailableError
 from penstock.observe.metrics import ServerMetrics
 from penstock.replay.recording import recorder_of
 from penstock.runtime.stop_signal import StopSignal
@@ -184,7 +183,8 @@ class Service:
     def _changed(self, link: InstanceLink) -> None:
         if link.lost:
             self.router.remove(link)
-            level = logging.INFO if self._stopped else logging.WARNING
+            # Why a process did not start is logged, or said, where its end is seen.
+            level = logging.WARNING if link.was_ready and not self._stopped else logging.INFO
             logger.log(level, "instance gone: name=%s cause=%s", link.name, link.lost)
             return
         if link.leaving:
@@ -256,6 +256,7 @@ def serve(
         api_key: The key that clients must send; empty: none.
 
     Raises:
+        ConfigError: an instance cannot start with a setting.
         UnavailableError: an address is in use, or no instance is left.
     """
     # The supervisor is started before the event loop and its threads.
@@ -297,7 +298,7 @@ async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> Non
         await asked.wait()
         asyncio.get_running_loop().remove_reader(stop.descriptor)
         if processes.failed.done():
-            raise UnavailableError(processes.failed.result())
+            raise processes.failed.result()
 
 
 async def _serve(
@@ -342,4 +343,4 @@ async def _answer(
     processes.failed.add_done_callback(lambda _: server.stop())
     await serve_until_stopped(server, bound, stop)
     if processes.failed.done():
-        raise UnavailableError(processes.failed.result())
+        raise processes.failed.result()
