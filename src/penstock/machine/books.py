@@ -232,11 +232,10 @@ class Books:
         self.departed = Departed(settings.departed_count)
         self.history = History(settings.story_count)
         self.kv_events = EventLog(settings.event_count)
-        nothing = [0] * len(self.tiers)
         self.counters = MachineCounters(
-            tokens_cached_by_tier=nothing[:],
-            blocks_evicted_by_tier=nothing[:],
-            blocks_refused_by_tier=nothing[:],
+            tokens_cached_by_tier=[0] * len(self.tiers),
+            blocks_evicted_by_tier=[0] * len(self.tiers),
+            blocks_refused_by_tier=[0] * len(self.tiers),
         )
         self.effects: list[Effect] = []
         self.agenda: list[tuple[Operation, NDArray[np.int32]]] = []
