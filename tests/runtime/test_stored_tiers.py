@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import penstock
+from penstock.runtime.stored_tiers import store_config
+from penstock.store.sockets import StoreListener
 from tests.descriptors import open_descriptors
 from tests.runtime.stored_engine import (
     BLOCK_TOKENS,
@@ -23,6 +27,7 @@ from tests.runtime.stored_engine import (
     store_pid,
 )
 from tests.stopped import stop_process
+from tests.transport.test_strangers import NOBODY, as_nobody, as_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -416,3 +421,48 @@ def test_nothing_is_left_behind(opened: Callable[..., Engine]) -> None:
 
     assert not Path(f"/proc/{pid}").exists()
     assert open_descriptors() <= before
+
+
+SHARED = """
+version = 1
+[model]
+name = "m"
+weights_version = "v1"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 16
+[[tiers]]
+name = "shared"
+kind = "redis"
+url = "redis://127.0.0.1:1"
+"""
+
+
+@as_root
+def test_folders_that_another_user_made_first_do_not_switch_shared_tiers_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Path(os.path.realpath("/tmp")) / f"penstock-sticky-{os.getpid()}"
+    root.mkdir()
+    root.chmod(0o1777)
+    config = penstock.parse_config(SHARED)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+
+    def serve() -> None:
+        store = store_config(config)
+        assert store is not None
+        # The second one is an engine that was started with the same configuration.
+        assert store_config(config) == store
+        StoreListener.open(Path(store.socket))
+
+    try:
+        (root / f"penstock-{NOBODY}").mkdir(mode=0o700)  # As it was called once.
+        assert as_nobody(serve) == "done"
+        for found in root.glob(f"penstock-shared-{NOBODY}-*"):
+            os.chown(found, 0, 0)
+
+        assert as_nobody(serve) == "done"
+    finally:
+        shutil.rmtree(root)

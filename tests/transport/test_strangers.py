@@ -24,6 +24,7 @@ from penstock.transport.private_folder import (
     private_folder,
     require_private,
     runtime_root,
+    shared_folder,
     socket_path,
 )
 from penstock.transport.shared_memory import SharedTarget, connect_shared
@@ -300,6 +301,45 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_o
 
             assert not left.exists()
             assert kept.is_dir()
+
+
+def test_processes_of_this_user_share_a_folder_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / ("too long for the address of a socket" * 3)
+    root.mkdir(parents=True, mode=0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root))
+
+    folder = shared_folder("one")
+
+    assert folder.parent == root
+    require_private(folder)
+    assert shared_folder("one") == folder
+    assert shared_folder("other") != folder
+
+
+@as_root
+def test_a_folder_that_another_user_made_first_is_left_alone_and_another_one_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "tmp"
+    root.mkdir()
+    root.chmod(0o1777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root))
+    taken = shared_folder("one")
+    os.chown(taken, 65534, 65534)
+    (root / f"{taken.name}-0").mkdir(mode=0o700)
+    os.chown(root / f"{taken.name}-0", 65534, 65534)
+
+    folder = shared_folder("one")
+
+    assert folder.parent == root
+    assert folder != taken
+    require_private(folder)
+    assert shared_folder("one") == folder
+    # Whoever uses it by now is not left by those who come later.
+    taken.rmdir()
+    assert shared_folder("one") == folder
 
 
 def environment_with(root: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ has arrived.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -26,6 +27,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
+from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
 from penstock.machine.events import (
     CopyReport,
@@ -49,6 +51,7 @@ from penstock.store.link import (
     Voided,
 )
 from penstock.store.messages import StoreConfig, StoreTierConfig
+from penstock.transport.private_folder import shared_folder
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
     from penstock.store.base import TierState
     from penstock.store.link import StoreLink, StoreResult
     from penstock.vocabulary.ids import Key, OperationId
+
+logger = logging.getLogger(__name__)
 
 SPACE_DOMAIN = b"penstock.space.v1"
 SOCKET = "socket"
@@ -116,9 +121,13 @@ def _tier_config(name: str, kind: TierKind) -> StoreTierConfig:
 
 def _own_folder(tiers: tuple[StoreTierConfig, ...]) -> str:
     """Where a store process without a folder listens: engines with the same tiers share it."""
-    said = StoreConfig(socket="/", tiers=tiers).to_json().encode()
-    root = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/penstock-{os.getuid()}"
-    return f"{root}/penstock-store-{sha256(said).hexdigest()[:16]}"
+    said = StoreConfig(socket="/", tiers=tiers).to_json()
+    try:
+        return str(shared_folder(said))
+    except UnavailableError as error:
+        # The process cannot listen there either, and its tiers are off with the reason.
+        logger.warning("the store process has no place for its socket: %s", error)
+        return f"{tempfile.gettempdir()}/penstock-{os.getuid()}"
 
 
 class StoreStatus(NamedTuple):

@@ -2,6 +2,7 @@
 
     folder = private_folder()            # of this process: made at the first call, gone at its end
     path = socket_path(folder)           # a name that is free, and short enough for a socket
+    folder = shared_folder("a name")     # of all processes of this user that name it
 
 The folder lies in `XDG_RUNTIME_DIR`, or else in the folder for temporary files, and has mode 0700:
 other users cannot connect to what is bound in it. A process that was killed leaves its folder
@@ -20,6 +21,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -66,17 +68,18 @@ def socket_path(folder: Path) -> Path:
     return path
 
 
-def runtime_root() -> Path:
+def runtime_root(*, any_length: bool = False) -> Path:
     """Where private folders are made: `XDG_RUNTIME_DIR`, or a place for temporary files.
 
-    Nobody else may be able to rename what is in it: it is this user's, or sticky as `/tmp` is.
+    Nobody else may be able to rename what is in it: it is this user's, or sticky as `/tmp` is. With
+    `any_length` its name may be too long for the address of a socket.
 
     Raises:
         UnavailableError: there is none that can be written, or all have names too long.
     """
     tried: list[str] = []
     for text in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
-        if text and _is_usable(Path(text)):
+        if text and (any_length or _is_short(Path(text))) and _is_usable(Path(text)):
             return Path(text)
         tried.append(text or "XDG_RUNTIME_DIR (not set)")
     raise UnavailableError(
@@ -123,6 +126,48 @@ def named_folder(name: str) -> Path:
     return runtime_root() / f"{_prefix()}{digest}"
 
 
+def shared_folder(name: str) -> Path:
+    """The private folder that the processes of this user share under a name; made if missing.
+
+    Where everybody may write, another user can take a name that he guesses. Such a folder is left
+    alone: another one is made, and found by its owner from then on. It stays when they have ended.
+
+    Raises:
+        UnavailableError: there is no place for such folders.
+    """
+    root = runtime_root(any_length=True)
+    digest = blake2b(name.encode(), digest_size=_FOLDER_CHARACTERS // 2).hexdigest()
+    plain = root / f"penstock-shared-{os.getuid()}-{digest}"
+    try:
+        found = _first_private(plain)
+        if found is None and not _make_private(plain):
+            # Two may come here at once: both take the older one.
+            _make_private(Path(f"{plain}-{time.time_ns():020d}-{secrets.token_hex(4)}"))
+            found = _first_private(plain)
+    except OSError as error:
+        raise UnavailableError(f"no folder like {plain} can be made: {error.strerror}") from error
+    return found or plain
+
+
+def _first_private(plain: Path) -> Path | None:
+    """The oldest folder that was made because another user has the plain name."""
+    return next(filter(_is_private, sorted(plain.parent.glob(f"{plain.name}-*"))), None)
+
+
+def _make_private(folder: Path) -> bool:
+    """Makes a folder, unless there is one; whether it is this user's alone."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return _is_private(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    with suppress(UnavailableError, FileNotFoundError):
+        require_private(folder)
+        return True
+    return False
+
+
 def require_private(folder: Path) -> None:
     """Refuses a folder that belongs to another user, or that others can enter.
 
@@ -137,10 +182,12 @@ def require_private(folder: Path) -> None:
         )
 
 
-def _is_usable(root: Path) -> bool:
+def _is_short(root: Path) -> bool:
     name = f"{_prefix()}{'x' * _FOLDER_CHARACTERS}/{'x' * 2 * _NAME_HEX_BYTES}"
-    if len(os.fsencode(root / name)) > SOCKET_PATH_BYTES_MAX:
-        return False
+    return len(os.fsencode(root / name)) <= SOCKET_PATH_BYTES_MAX
+
+
+def _is_usable(root: Path) -> bool:
     if not root.is_absolute() or not root.is_dir() or not os.access(root, os.W_OK | os.X_OK):
         return False
     found = root.stat()
