@@ -17,6 +17,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.testing.channel_suite import soon
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import LOOPBACK
+from penstock.transport.zmq_link import ChannelSettings
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ def ranks_of(found: list[RankExchange]) -> list[ExchangedRanks]:
 def test_ranks_listen_at_ports_of_their_range_and_say_which_it_is_when_all_are_in_use() -> None:
     [first] = free_ports(1)
     keys = MachineKeys.new()
-    ports = range(first, first + 1)
-    exchange = RankExchange.listen("instance-0", LOOPBACK, rank=0, secret=keys, ports=ports)
+    ports = ChannelSettings(ports=range(first, first + 1))
+    exchange = RankExchange.listen("instance-0", LOOPBACK, rank=0, secret=keys, settings=ports)
     try:
         assert exchange.address == f"tcp://127.0.0.1:{first}"
         with pytest.raises(UnavailableError, match=f"all of the ports {first}-{first} are in use"):
-            RankExchange.listen("instance-0", LOOPBACK, rank=1, secret=keys, ports=ports)
+            RankExchange.listen("instance-0", LOOPBACK, rank=1, secret=keys, settings=ports)
     finally:
         exchange.close()
 

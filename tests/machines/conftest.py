@@ -81,7 +81,8 @@ class Site:
 
     def serve(self, machine: Machine, *options: str) -> subprocess.Popen[str]:
         """Starts `penstock serve` with the model and the keys of the machine."""
-        keys = ("--keys-file", str(self.keys(machine)))
+        # Cuts are shorter than the silence that a stall of a machine may last.
+        keys = ("--keys-file", str(self.keys(machine)), "--silence-s", "5")
         return self.penstock(machine, "serve", "--model", str(self.model), *keys, *options)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ SIZES = ("--blocks", "64", "--block-tokens", "8", "--host-gib", "0.01")
 KEY = {"Authorization": "Bearer secret"}
 PREFIX = "Whoever has the beginning of a prompt is asked for the rest of it. "
 ATTEMPTS = 5
+STALL_S = 8.0
 LONG = {"prompt": "A story without an end", "max_tokens": 450, "temperature": 0, "stream": True}
 
 
@@ -164,6 +166,24 @@ def test_requests_without_a_token_yet_go_to_another_instance(model_folder: Path)
         )
 
         _server_ends_with_its_supervisor(running)
+
+
+def test_an_instance_that_stands_still_for_some_seconds_is_not_lost(server: Running) -> None:
+    """As long as machines do that are copied, frozen, or short of memory."""
+    before = server.children()
+    with ThreadPoolExecutor(1) as client:
+        for pid in before.values():
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            asked = client.submit(server.complete, "Who stands still?")
+            threading.Event().wait(STALL_S)
+        finally:
+            for pid in before.values():
+                os.kill(pid, signal.SIGCONT)
+        answer = asked.result(timeout=SOON_S)
+
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert server.children() == before
 
 
 def keeper_of(prefix: str, running: Running) -> int:

@@ -534,6 +534,22 @@ def test_a_server_that_hangs_is_down_after_three_checks(
         assert cause == "did not answer GET /health within 0.5 s"
 
 
+def test_a_server_that_does_not_answer_checks_is_asked_if_there_is_no_other(
+    vllm: Callable[[str], FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "CHECK_S", 0.2)
+    monkeypatch.setattr(vllm_server, "CHECK_EVERY_S", 0.01)
+    decode = vllm("decode")
+    with running([], [decode]) as router:
+        decode.misses = 1_000_000
+        eventually(lambda: router.servers()[decode.url]["up"], wanted=False)
+
+        answer = router.complete()
+
+        decode.misses = 0
+        assert (answer.status_code, answer.json()) == (200, whole_of(decode))
+
+
 def test_a_server_that_is_no_vllm_is_named_and_not_used(
     vllm: Callable[[str], FakeVllm],
 ) -> None:

@@ -154,6 +154,16 @@ DrainOption: TypeAlias = Annotated[
         metavar="S", min=0, help="How long answers may take to end when asked to stop; 20."
     ),
 ]
+SilenceOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        min=1,
+        max=3600,
+        help="How long a process may be silent before it is taken for lost; 30. One that has ended "
+        "is lost at once.",
+    ),
+]
 LogLevelOption: TypeAlias = Annotated[
     str | None, typer.Option(help="What is logged: debug, info, warning or error.")
 ]
@@ -202,6 +212,7 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     api_key_file: ApiKeyFileOption = None,
     allowed_hosts: AllowedHostsOption = None,
     drain_s: DrainOption = None,
+    silence_s: SilenceOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,
     config: ConfigOption = None,

@@ -198,6 +198,7 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     header_s=Number(minimum=0.1, maximum=3_600),
     body_s=Number(minimum=0.1, maximum=3_600),
     drain_s=Number(minimum=0, maximum=86_400),
+    silence_s=Number(minimum=1, maximum=3_600),
     when_paused=String(choices=("refuse", "wait")),
     paused_wait_s=Number(minimum=0.1, maximum=86_400),
     log_level=String(choices=LOG_LEVELS),

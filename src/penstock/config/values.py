@@ -504,6 +504,10 @@ class ServeTable:
     """How long the body of a request may take to arrive."""
     drain_s: float = 20.0
     """How long answers may go on after the server was asked to stop."""
+    silence_s: float = 30.0
+    """How long a process of this server may be silent before it is taken for lost. One whose
+    connection is closed, as by its end, is lost at once; this is for those that stand still, and
+    longer than machines do now and then."""
     when_paused: str = "refuse"
     """What becomes of requests while the server is paused: `refuse` (status 503) or `wait`."""
     paused_wait_s: float = 600.0

@@ -231,7 +231,12 @@ class Instance:
         self._orders.forget()
         while not stop.stopping:
             spec = self._spec
-            channel = dial(spec.server, name=spec.name, secret=spec.server_secret)
+            channel = dial(
+                spec.server,
+                name=spec.name,
+                secret=spec.server_secret,
+                settings=ChannelSettings(silence_s=spec.silence_s),
+            )
             if self._wait_open(channel, stop):
                 self._outbox = ServerOutbox(channel)
                 return True
@@ -519,7 +524,7 @@ def build_engine(
         return _started(engine, spec), loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
-    settings = ChannelSettings(ports=port_range(spec.ports))
+    settings = ChannelSettings(ports=port_range(spec.ports), silence_s=spec.silence_s)
     with Listener(
         f"{spec.name}-scheduler", spec.scheduler, secret=spec.secret, settings=settings
     ) as listener:
@@ -618,6 +623,7 @@ def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
                 name=spec.name,
                 deadline=time.monotonic() + patience_s,
                 secret=spec.server_secret,
+                settings=ChannelSettings(silence_s=spec.silence_s),
             )
         except UnavailableError as error:
             if stop.stopping or not spec.joins:

@@ -45,35 +45,50 @@ _NUMBER = struct.Struct("<Q")
 class RankExchange:
     """The channels of one rank to the others."""
 
-    def __init__(self, listener: Listener, *, name: str, rank: int, secret: Secret) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        name: str,
+        rank: int,
+        secret: Secret,
+        settings: ChannelSettings,
+    ) -> None:
         self.address = listener.address
         """Where ranks with higher numbers connect to this one."""
         self._listener = listener
         self._name = name
         self._rank = rank
         self._secret = secret
+        self._settings = settings
         self._channels: dict[int, Channel] = {}
         self._number = 0
 
     @classmethod
     def listen(
-        cls, name: str, address: str, *, rank: int, secret: Secret, ports: range = range(0)
+        cls,
+        name: str,
+        address: str,
+        *,
+        rank: int,
+        secret: Secret,
+        settings: ChannelSettings | None = None,
     ) -> Self:
         """Accepts other ranks at an address.
 
         Args:
             name: Of the instance.
-            address: Where to listen; `*` for a port: one of `ports`, if there are any.
+            address: Where to listen; `*` for a port: one of `settings.ports`, if there are any.
             rank: The number of this rank.
             secret: The keys of the machines.
-            ports: Those that other machines can reach.
+            settings: Of the channels between ranks.
 
         Raises:
             UnavailableError: the address cannot be listened on.
         """
-        settings = ChannelSettings(ports=ports)
+        settings = settings or ChannelSettings()
         listener = Listener(_rank_name(name, rank), address, secret=secret, settings=settings)
-        return cls(listener, name=name, rank=rank, secret=secret)
+        return cls(listener, name=name, rank=rank, secret=secret, settings=settings)
 
     def meet(self, addresses: Sequence[str], *, deadline: float) -> None:
         """Connects to the ranks before this one, and accepts those after it.
@@ -88,6 +103,7 @@ class RankExchange:
                 name=_rank_name(self._name, self._rank),
                 deadline=deadline,
                 secret=self._secret,
+                settings=self._settings,
             )
         expected = {
             _rank_name(self._name, rank): rank for rank in range(self._rank + 1, len(addresses))

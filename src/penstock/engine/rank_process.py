@@ -31,6 +31,7 @@ from penstock.engine.worker import load_rank
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.logs import set_up_logs
 from penstock.supervisor.keeper import keeper
+from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
     from penstock.engine.remote_workers import MeetAt
@@ -65,10 +66,18 @@ def main(given: str, report: str = "") -> int:
                 f"tcp://{instance.rank_host}:*",
                 rank=spec.rank,
                 secret=instance.secret,
-                ports=port_range(instance.ports),
+                settings=ChannelSettings(
+                    ports=port_range(instance.ports), silence_s=instance.silence_s
+                ),
             )
         came = RankCame(spec.rank, instance.terms, exchange.address if exchange else "")
-        channel, meeting = join(instance.scheduler, name=name, came=came, secret=instance.secret)
+        channel, meeting = join(
+            instance.scheduler,
+            name=name,
+            came=came,
+            secret=instance.secret,
+            silence_s=instance.silence_s,
+        )
         with closing(channel):
             why = _serve(spec, channel, meeting, exchange, report)
     except ConfigError as error:

@@ -613,6 +613,7 @@ def join(
     name: str,
     came: RankCame,
     secret: Secret,
+    silence_s: float,
 ) -> tuple[Channel, MeetAt]:
     """Connects a rank to its scheduler; returns the channel, and where to meet the other ranks.
 
@@ -620,7 +621,8 @@ def join(
         UnavailableError: the scheduler did not answer in time, refused it, or is gone.
     """
     deadline = time.monotonic() + DIAL_S
-    channel = _dial(address, name, secret, deadline)
+    settings = ChannelSettings(open_s=DIAL_AGAIN_S, silence_s=silence_s)
+    channel = _dial(address, name, secret, deadline, settings)
     channel.send(encode(came))
     said = channel.receive(deadline=deadline)
     message = read_by_rank(said.frame) if isinstance(said, ReceivedFrame) else None
@@ -632,10 +634,11 @@ def join(
     raise UnavailableError(f"rank {came.rank} got no meeting place: {message or said}")
 
 
-def _dial(address: str, name: str, secret: Secret, deadline: float) -> Channel:
+def _dial(
+    address: str, name: str, secret: Secret, deadline: float, settings: ChannelSettings
+) -> Channel:
     """Connects to a scheduler; logs each cause once while that takes longer than it should."""
     logged = ""
-    settings = ChannelSettings(open_s=DIAL_AGAIN_S)
     while True:
         again_at = min(time.monotonic() + DIAL_AGAIN_S, deadline)
         try:

@@ -94,6 +94,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the server belongs to another command: the instance waits for it and outlives it."""
     drain_s: float = 0.0
     """How long its requests may take to finish after a stop signal."""
+    silence_s: float = 30.0
+    """How long its server, or one of its ranks, may be silent before it is taken for lost."""
     ranks: int = 1
     scheduler: str = ""
     """The address at which the instance accepts its ranks, if it has several."""

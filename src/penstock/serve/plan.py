@@ -81,6 +81,7 @@ class ServeOptions:
     api_key_file: str | None = None
     allowed_hosts: str | None = None
     drain_s: float | None = None
+    silence_s: float | None = None
     log_level: str | None = None
     log_json: bool | None = None
     instances: int | None = None
@@ -290,6 +291,7 @@ def _instance(
         joins=bool(config.serve.router),
         # Where the server belongs to this command, it has drained before instances are stopped.
         drain_s=config.serve.drain_s if config.serve.router else 0.0,
+        silence_s=config.serve.silence_s,
         ranks=ranks,
         role=role,
         hands_over=hands_over,

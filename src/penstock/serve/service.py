@@ -107,7 +107,9 @@ class Service:
         self._stopped = False
         self._alarm: asyncio.TimerHandle | None = None
         address_here = IPC if expected else config.serve.router
-        settings = ChannelSettings(ports=port_range(config.serve.ports))
+        settings = ChannelSettings(
+            ports=port_range(config.serve.ports), silence_s=config.serve.silence_s
+        )
         self._listener = Listener("server", address_here, secret=secret, settings=settings)
         self._recorder = recorder_of(config)
         self._publisher = EventPublisher(config.events, expected) if config.events else None

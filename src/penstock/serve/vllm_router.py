@@ -33,7 +33,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.config.routing import RoutingTable
 from penstock.serve.prompt_prefixes import BLOCKS_A_CHUNK
 from penstock.serve.vllm_requests import read_computed, relayed
-from penstock.serve.vllm_server import VllmFailure, VllmRequest, VllmServer, WholeAnswer
+from penstock.serve.vllm_server import (
+    Verdict,
+    VllmFailure,
+    VllmRequest,
+    VllmServer,
+    WholeAnswer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +199,8 @@ class VllmRouter:
                 return await self._answer_at(server, request)
             except VllmFailure as failure:
                 last = failure
-                server.note_failure()
+                if failure.verdict is not Verdict.OURS:
+                    server.note_failure()
                 self._metrics.count(server.name, "decode", "failed")
                 logger.warning("no answer: cause=%s", failure)
         raise self._nobody(last)
@@ -292,7 +299,8 @@ class VllmRouter:
             outcome = "computed"
         except VllmFailure as failure:
             outcome = "failed"
-            prefill.note_failure()
+            if failure.verdict is not Verdict.OURS:
+                prefill.note_failure()
             raise _NotComputed(str(failure)) from failure
         finally:
             self._metrics.count(prefill.name, "prefill", outcome)
@@ -338,13 +346,16 @@ class VllmRouter:
         *,
         computes: bool = False,
     ) -> VllmServer | None:
-        """The best server that is up, for a prompt or for a request without one."""
+        """The best server that is up, for a prompt or for a request without one.
+
+        If none is, one that is only silent may answer: nothing is lost by asking it. A prompt is
+        then better computed where it is answered.
+        """
         chunks = request.chunks if request is not None else []
-        worths = {
-            server: self._worth(server, chunks)
-            for server in servers
-            if server.is_up and server not in tried
-        }
+        usable = [server for server in servers if server.is_up]
+        if not usable and not computes:
+            usable = [server for server in servers if server.is_silent]
+        worths = {server: self._worth(server, chunks) for server in usable if server not in tried}
         if not worths:
             return None
         least = max(worths.values()) - self._settings.equal_blocks

@@ -1,10 +1,15 @@
 """A vLLM server behind the router: its address, its health, and requests to it over HTTP.
 
-| state | when                                                       | the next check is after     |
-|-------|------------------------------------------------------------|-----------------------------|
-| up    | `GET /health` is 200, `GET /version` says vLLM's version   | `CHECK_EVERY_S`             |
-| down  | it refuses connections, is not healthy, or did not answer  | `RETRY_S`, then twice as    |
-|       | `MISSES_MAX` checks in a row                               | long each time, to a limit  |
+| state  | when                                                       | the next check is after    |
+|--------|------------------------------------------------------------|----------------------------|
+| up     | `GET /health` is 200, `GET /version` says vLLM's version   | `CHECK_EVERY_S`            |
+| down   | it refuses connections, or is not healthy                  | `RETRY_S`, then twice as   |
+| silent | it could not be reached, or did not answer, `MISSES_MAX`   | long each time, to a limit |
+|        | checks in a row                                            |                            |
+
+A server that is silent is asked only if no other one is up. What is known of it is kept: it may be
+the network, or a machine that stands still. What this process causes itself is not counted: time in
+which its event loop stood still does not pass, and a lack of descriptors or ports is nobody's miss.
 
 A request that fails has the server checked at once. When a server goes down, requests to it that
 have no answer yet fail, so that they can be sent to another one.
@@ -17,6 +22,8 @@ The one rule: every wait for a server has a timeout, and every failure is a `Vll
 from __future__ import annotations
 
 import asyncio
+import enum
+import errno
 import logging
 import os
 import ssl
@@ -24,7 +31,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import h11
@@ -34,12 +41,13 @@ from penstock.errors import ConfigError, shown
 from penstock.serve.prompt_prefixes import PromptMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
-"""Less than `CHECK_S`: who does not even accept a connection is down."""
+TICK_S = 0.25
+"""In one tick, no more time passes than this, however long the event loop stood still."""
 CHECK_S = 5.0
 """How long a server may take to answer a check."""
 CHECK_EVERY_S = 2.0
@@ -54,8 +62,18 @@ FAILURES_KEPT = 16
 """More failures of one server within `routing.failed_s` do not make it worse."""
 _READ_BYTES = 64 << 10
 _SCHEMES = {"http": 80, "https": 443}
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+
+class Verdict(enum.Enum):
+    """What a failure says about the server."""
+
+    DEAD = "it does not serve"
+    SILENT = "it may, or may not"
+    OURS = "nothing: the failure is ours"
 
 
 class VllmFailure(Exception):  # noqa: N818 - of a server, not of ours
@@ -64,9 +82,41 @@ class VllmFailure(Exception):  # noqa: N818 - of a server, not of ours
     `answer` is what it said, if it said something.
     """
 
-    def __init__(self, problem: str, answer: WholeAnswer | None = None) -> None:
+    def __init__(
+        self,
+        problem: str,
+        answer: WholeAnswer | None = None,
+        verdict: Verdict = Verdict.SILENT,
+    ) -> None:
         super().__init__(problem)
         self.answer = answer
+        self.verdict = verdict
+
+
+async def within(seconds: float, work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, if it comes within `seconds` of this process's own time.
+
+    After a stall of this process, or of the machine, what was waited for is often there already:
+    a plain timeout would be over before it is looked at.
+
+    Raises:
+        TimeoutError: it did not come; `work` was cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    working = asyncio.ensure_future(work)
+    left = seconds
+    try:
+        while True:
+            began, tick = loop.time(), min(left, TICK_S)
+            await asyncio.wait({working}, timeout=tick)
+            if working.done():
+                return working.result()
+            left -= min(loop.time() - began, tick)
+            if left <= 0:
+                raise TimeoutError
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 class ServerUrl(NamedTuple):
@@ -134,10 +184,10 @@ def _trusted() -> ssl.SSLContext:
 class VllmAnswer:
     """A request under way: first its head, then the parts of its body."""
 
-    def __init__(self, server: str, timeout_s: float, *, connect_s: float = CONNECT_S) -> None:
+    def __init__(self, server: str, timeout_s: float, *, connect_s: float | None = None) -> None:
         self._server = server
         self._timeout_s = timeout_s
-        self._connect_s = connect_s
+        self._connect_s = CONNECT_S if connect_s is None else connect_s
         self._http = h11.Connection(h11.CLIENT)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -152,11 +202,8 @@ class VllmAnswer:
             VllmFailure: the server did not answer.
         """
         try:
-            async with asyncio.timeout(self._connect_s):
-                # The name that is verified is the host's.
-                secure = _trusted() if url.scheme == "https" else None
-                opened = asyncio.open_connection(url.host, url.port, ssl=secure)
-                self._reader, self._writer = await opened
+            await within(self._connect_s, self._open(url))
+            assert self._writer is not None
             if self._aborted:
                 raise self._failure(self._aborted)
             async with asyncio.timeout(self._timeout_s):
@@ -176,7 +223,7 @@ class VllmAnswer:
             if isinstance(error, ConnectionError) and error.errno is not None:
                 # asyncio's own text repeats the address.
                 cause = os.strerror(error.errno)
-            raise self._failure(f"cannot be reached: {cause}") from error
+            raise self._failure(f"cannot be reached: {cause}", _verdict_of(error)) from error
         event = await self._next_event()
         while not isinstance(event, h11.Response):
             # Such as 100, which is no answer yet.
@@ -184,6 +231,13 @@ class VllmAnswer:
                 raise self._failure("closed the connection without an answer")
             event = await self._next_event()
         self.status, self.headers = event.status_code, list(event.headers)
+
+    async def _open(self, url: ServerUrl) -> None:
+        # The name that is verified is the host's.
+        secure = _trusted() if url.scheme == "https" else None
+        opened = asyncio.open_connection(url.host, url.port, ssl=secure)
+        # Kept here: whoever waits for this may be cancelled as it comes.
+        self._reader, self._writer = await opened
 
     async def next_part(self) -> bytes:
         """The next part of the body, empty at its end.
@@ -252,8 +306,16 @@ class VllmAnswer:
             raise self._failure(f"broke off its answer ({error})") from error
         return event
 
-    def _failure(self, problem: str) -> VllmFailure:
-        return VllmFailure(f"{self._server} {self._aborted or problem}")
+    def _failure(self, problem: str, verdict: Verdict = Verdict.SILENT) -> VllmFailure:
+        return VllmFailure(f"{self._server} {self._aborted or problem}", verdict=verdict)
+
+
+def _verdict_of(error: OSError) -> Verdict:
+    """What it says of a server that a connection to it failed."""
+    if error.errno in _OWN_LIMITS:
+        return Verdict.OURS
+    # Nobody listens there. Other causes are of the network, or of the machine that resolves names.
+    return Verdict.DEAD if isinstance(error, ConnectionRefusedError) else Verdict.SILENT
 
 
 class _Version(msgspec.Struct):
@@ -269,6 +331,8 @@ class VllmServer:
         self.url = url
         self.name = str(url)
         self.is_up = False
+        self.is_silent = False
+        """Whether it is down only since it does not answer."""
         self.cause = "it was not checked yet"
         """Why it is down."""
         self.version = ""
@@ -351,28 +415,31 @@ class VllmServer:
     async def check(self) -> None:
         """Asks how it is, and notes the answer."""
         try:
-            async with asyncio.timeout(CHECK_S):
-                problem, surely = await self._problem(), True
+            problem = await within(CHECK_S, self._problem())
+            verdict = Verdict.DEAD
         except TimeoutError:
-            problem, surely = f"did not answer GET /health within {CHECK_S:g} s", False
+            problem, verdict = f"did not answer GET /health within {CHECK_S:g} s", Verdict.SILENT
+        except VllmFailure as failure:
+            problem, verdict = str(failure).removeprefix(f"{self.name} "), failure.verdict
         if not problem:
             self._misses = 0
             self._rise()
             return
-        self._misses += 1
-        if surely or not self.is_up or self._misses >= MISSES_MAX:
-            self._fall(problem)
+        self._misses += verdict is Verdict.SILENT
+        if verdict is Verdict.DEAD or not self.version or self._misses >= MISSES_MAX:
+            self._fall(problem, verdict)
 
     async def _problem(self) -> str:
-        """What is wrong with it; empty if nothing is."""
-        try:
-            health = await self._get("/health")
-            if health.status != 200:
-                return f"answered GET /health with status {health.status}"
-            if not self.version:
-                self.version = _version_in(await self._get("/version"))
-        except VllmFailure as failure:
-            return str(failure).removeprefix(f"{self.name} ")
+        """What it says is wrong with it; empty if nothing is.
+
+        Raises:
+            VllmFailure: it says nothing.
+        """
+        health = await self._get("/health")
+        if health.status != 200:
+            return f"answered GET /health with status {health.status}"
+        if not self.version or self.is_silent:
+            self.version = _version_in(await self._get("/version"))
         if not self.version:
             return "is no vLLM server: GET /version does not say vLLM's version"
         return ""
@@ -389,16 +456,18 @@ class VllmServer:
     def _rise(self) -> None:
         if not self.is_up:
             logger.info("server up: url=%s version=%s", self.name, self.version)
-        self.is_up, self.cause = True, ""
+        self.is_up, self.is_silent, self.cause = True, False, ""
 
-    def _fall(self, cause: str) -> None:
+    def _fall(self, cause: str, verdict: Verdict) -> None:
         if cause != self.cause:
             logger.warning("server down: url=%s cause=%s", self.name, cause)
         self.is_up, self.cause = False, cause
-        # The next life has another address, and nothing cached.
-        self.version = self.address = ""
-        self.hands_over_after = 0.0
-        self.memory = PromptMemory()
+        self.is_silent = verdict is Verdict.SILENT and bool(self.version)
+        if not self.is_silent:
+            # The next life has another address, and nothing cached.
+            self.version = self.address = ""
+            self.hands_over_after = 0.0
+            self.memory = PromptMemory()
         for answer in [each for each, begun in self._answers.items() if not begun]:
             answer.abort(cause)
 
