@@ -1,8 +1,12 @@
-"""What all tests share: Hypothesis draws the same examples every time, however slow the day."""
+"""What all tests share: equal examples every time, and an end for every process they start."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
+
+from lab.fixtures.run_end import end_processes_with_this_run
+
+end_processes_with_this_run()
 
 settings.register_profile(
     "penstock",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lab.fixtures.run_end import end_processes_with_this_run
 from penstock.cli.app import Command, CommandLine
 
 if TYPE_CHECKING:
@@ -45,4 +46,5 @@ LAB = CommandLine(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command of `lab`, by default from `sys.argv`, and returns its exit status."""
+    end_processes_with_this_run()
     return LAB.run(arguments)

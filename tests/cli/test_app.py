@@ -127,6 +127,15 @@ def test_help_lists_the_commands_and_the_exit_statuses(capsys: pytest.CaptureFix
     assert "0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here" in printed
 
 
+@pytest.mark.parametrize("words", [[], ["serve"], ["cache", "pin"]], ids=" ".join)
+def test_help_names_no_type_of_an_option_without_a_value(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, "--help"]) == 0
+
+    assert "bool" not in capsys.readouterr().out.lower()
+
+
 def test_version_names_penstock_python_and_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     ended = run(["version"])
 

@@ -16,10 +16,11 @@ import os
 import platform
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.main import get_command
@@ -30,7 +31,7 @@ from penstock.cli.entry import INTERRUPTED
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 RUN = "Run"
 SET_UP = "Set up"
@@ -233,6 +234,7 @@ class CommandLine:
         try:
             # As a command rather than as an app: typer leaves `sys.excepthook` alone.
             command = get_command(self.app_for(given))
+            _show_flags_as_flags(command)
             command(args=given, prog_name=self.name)
         except SystemExit as end:
             if isinstance(end.__context__, BrokenPipeError):
@@ -263,6 +265,21 @@ PENSTOCK = CommandLine(
     commands=COMMANDS,
     elsewhere=ELSEWHERE,
 )
+
+
+def _show_flags_as_flags(command: Any) -> None:  # noqa: ANN401 - of what typer is made of
+    """Has help name no type of an option that takes no value; typer says `--help <bool>`."""
+
+    def params(get_params: Callable[[Any], list[Any]], context: object) -> list[Any]:
+        found = get_params(context)
+        for param in found:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return found
+
+    command.get_params = partial(params, command.get_params)
+    for each in getattr(command, "commands", {}).values():
+        _show_flags_as_flags(each)
 
 
 def _drop_output() -> None:

@@ -149,22 +149,21 @@ def load(  # noqa: PLR0913 - each is an option
     _require_seconds(timeout=timeout, seconds=seconds, ttft_bound=ttft_bound, tpot_bound=tpot_bound)
     lengths = {"turns": turns, "prefixes": prefixes, "turn_tokens": turn_tokens}
     lengths |= {"system_tokens": system_tokens, "context_tokens": context_tokens}
-    shape = _shape(lengths, output_tokens=output_tokens, gap_s=gap_s)
+    shape = _shape(lengths | {"output_tokens": output_tokens}, gap_s=gap_s)
     arrivals = _Arrivals(requests=requests, rate=_require_rate(rate), concurrency=concurrency)
     if trace is not None:
         plan = _trace_plan(trace, arrivals, shape, prompt_max)
     else:
         plan = _workload_plan(workload, arrivals, shape, seed or 0, prompt_max)
-    target = _target(url, api, api_key_file, timeout, model, ignore_eos=ignore_eos)
-    target, plan = _fitted(target, plan)
+    server = _target(url, api, api_key_file, timeout, model, ignore_eos=ignore_eos)
+    target, plan = _fitted(server, plan)
     asked = {"own_answers": own_answers, "ignore_eos": ignore_eos, "api": api}
-    asked |= {"seconds": seconds, "timeout": timeout}
     context = LoadContext(
         penstock=__version__,
         label=label or f"{target.url.host}:{target.url.port}",
         url=str(target.url),
         model=target.model,
-        settings=plan.settings | asked,
+        settings=plan.settings | asked | {"seconds": seconds, "timeout": timeout},
         ttft_bound_s=ttft_bound,
         tpot_bound_s=tpot_bound,
     )
@@ -229,13 +228,11 @@ class _Plan:
         return replace(self, sessions=sessions, profile=profile, settings=settings)
 
 
-def _shape(
-    lengths: dict[str, int | None], *, output_tokens: int | None, gap_s: float | None
-) -> dict[str, Any]:
+def _shape(lengths: dict[str, int | None], *, gap_s: float | None) -> dict[str, Any]:
     """What was given of the shape of sessions."""
     if gap_s is not None and not 0 <= gap_s <= SECONDS_MAX:
         raise ConfigError("--gap-s", f"is {gap_s}, must be seconds from 0 to {SECONDS_MAX:g}")
-    given = {**lengths, "output_tokens": output_tokens, "gap_s": gap_s}
+    given = {**lengths, "gap_s": gap_s}
     return {name: value for name, value in given.items() if value is not None}
 
 
