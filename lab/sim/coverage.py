@@ -39,6 +39,7 @@ FAULT_KINDS: tuple[str, ...] = (
     "foreign blocks found",
     "gap in KV events",
     "lease lost",
+    "lease waits for a store",
     "no room",
     "rank comes back",
     "rank dies",

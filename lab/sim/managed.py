@@ -10,6 +10,7 @@ because its unfinished block may be shared.
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,6 +88,8 @@ class ManagedEngine(Engine):
         self.requests: dict[LeaseId, Request] = {}
         self._returning: list[Text] = []
         """Texts of preempted requests that mean to come back."""
+        self._searches = Random(f"searches of {world.seed}")
+        """Draws of its own: worlds of old seeds stay what they were without them."""
         self._full = False
         """Whether the last request was refused, and nothing was given back since."""
         tiers = self.weather.settings.tiers
@@ -164,6 +167,7 @@ class ManagedEngine(Engine):
         if event.ttl_s == 0.2 and weather.plenty is Plenty.NOWHERE:
             # No draw of its own: seeds go on meaning what they meant.
             event = msgspec.structs.replace(event, keep_blocks=event.priority)
+        event = self._with_search(event)
         latest = [job.deadline for job in world.ranks.open.values()]
         fetched = [job for job in world.ranks.open.values() if job.purpose is Purpose.STAGE]
         effects = world.send(event)
@@ -174,12 +178,27 @@ class ManagedEngine(Engine):
         request.store = event.store
         request.keeps = event.keep_blocks
         request.epoch = world.epoch
-        own = event.deadline or now + weather.settings.operation_timeout_s
+        timeout_s = weather.settings.operation_timeout_s
+        own = event.deadline or now + timeout_s
+        if granted.searching:
+            assert event.search_until is not None
+            own = max(own, event.search_until + timeout_s)
         request.bound = max([own, *latest])
         self._check_usefulness(event, granted, sum(len(job.keys) for job in fetched))
         self.check_skipped(name, granted.miss, keys)
         self._open(request, granted)
+        if granted.searching:
+            world.note("lease waits for a store")
+            answer_s = self._searches.uniform(0.0, 0.6) * timeout_s
+            world.after(answer_s, self._answer, granted.lease)
         return request
+
+    def _with_search(self, event: ev.Acquire) -> ev.Acquire:
+        """Some requests wait for a store to say which of their blocks it has."""
+        if self.weather.healthy or self._searches.random() < 0.6:
+            return event
+        search_s = self._searches.uniform(0.0, 0.5) * self.weather.settings.operation_timeout_s
+        return msgspec.structs.replace(event, search_until=self.world.now + search_s)
 
     def _open(self, request: Request, granted: Granted) -> None:
         self.requests[granted.lease] = request
@@ -191,6 +210,11 @@ class ManagedEngine(Engine):
         for slot in request.table[filled:]:
             self.world.ranks.claims.check_quiet(DEVICE, slot, request.name)
         self._check_bytes(request)
+
+    def _answer(self, lease: LeaseId) -> None:
+        """A store has said what it has, perhaps too late, and perhaps for nobody."""
+        if not self.world.closed:
+            self.world.send(ev.Searched(lease=lease))
 
     def _go_on(self, request: Request) -> None:
         rng, weather = self.rng, self.weather

@@ -129,6 +129,11 @@ class World:
     # ---------------------------------------------------------------- for everybody in it
 
     @property
+    def closed(self) -> bool:
+        """Whether the cache takes no events any more."""
+        return False
+
+    @property
     def books(self) -> Books:
         """The machine's own state: checkers compare it with what they know."""
         return self.machine._books  # noqa: SLF001

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from moto.server import ThreadedMotoServer
 
+from penstock import LeaseState
 from tests.runtime.sharing_engine import SharingEngine, of_redis
 from tests.runtime.stored_engine import SOON_S, all_but_the_last_block, process_of, prompt
+from tests.stopped import stop_process
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
@@ -65,6 +67,43 @@ def test_what_one_machine_has_computed_another_one_finds(
 
     assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
     assert other.cache.statistics().blocks_corrupt == 0
+
+
+def test_an_acquire_alone_finds_what_another_machine_has_stored(
+    place: Callable[[str, str], SharingEngine], tmp_path: Path
+) -> None:
+    store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
+    one, other = place("one", store), place("other", store)
+    one.save(prompt(1))
+
+    with other.cache.acquire(prompt(1), search_s=0) as lease:
+        assert (lease.state, lease.cached_tokens) == (LeaseState.READY, 0)
+    with other.cache.acquire(prompt(1)) as lease:
+        assert lease.state is LeaseState.LOADING
+        other.run_until(lambda: lease.state is not LeaseState.LOADING)
+        assert lease.state is LeaseState.READY
+        assert lease.cached_tokens == all_but_the_last_block(prompt(1))
+        assert lease.cached_by_tier == (0, 0, all_but_the_last_block(prompt(1)))
+
+    assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+    assert other.answer(prompt(2)) == 0  # Nobody has it: it is computed.
+    other.cache.audit()
+
+
+def test_an_acquire_waits_no_longer_than_it_says_for_a_store_that_does_not_answer(
+    place: Callable[[str, str], SharingEngine], tmp_path: Path
+) -> None:
+    engine = place("one", f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n')
+    pid = process_of(tmp_path / "one")
+    stop_process(pid)
+    try:
+        with engine.cache.acquire(prompt(1), search_s=0.05) as lease:
+            assert lease.state is LeaseState.LOADING
+            engine.run_until(lambda: lease.state is not LeaseState.LOADING)
+            assert (lease.state, lease.cached_tokens) == (LeaseState.READY, 0)
+            lease.commit_prompt(len(prompt(1)))
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_miss_says_that_blocks_are_there_in_a_form_that_cannot_be_read(

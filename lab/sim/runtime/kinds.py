@@ -26,6 +26,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "foreign blocks found",
     "gap in KV events",
     "lease lost",
+    "lease waits for a store",
     "message lost",
     "message twice",
     "no room",

@@ -219,6 +219,11 @@ class RuntimeWorld(World):
     # ---------------------------------------------------------------- for everybody in it
 
     @property
+    def closed(self) -> bool:
+        """Whether the cache takes no events any more."""
+        return self.closing
+
+    @property
     def step_blocks(self) -> int:
         """A rank copies so many blocks a turn."""
         return 64 if self.ranks.well else self.ways.step_blocks
@@ -227,6 +232,8 @@ class RuntimeWorld(World):
         """The engine tells the owner something; everything is checked on the way."""
         if isinstance(event, ev.Prefetch):
             self.driver.prefetch(event)
+        elif isinstance(event, ev.Acquire):
+            self.driver.acquire(event)
         else:
             self.driver.handle(event)
         return self.machine.last

@@ -422,6 +422,7 @@ class Scheduler:
                 priority=request.priority if hints.priority is None else hints.priority,
                 ttl_s=hints.ttl_s,
                 keep_tokens=hints.keep_tokens,
+                search_s=0,  # The prefetch has asked, and was waited for.
             )
         except CapacityError:
             return False

@@ -6,6 +6,7 @@ take them, and if room cannot be had everything is as it was.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         raise NeverFitsError(tier=device.name, wanted=block_count, available=device.pool.slot_count)
     tenant = books.tenant(event.tenant)
     _refuse_if_full(books, event, block_count)
-    found, miss, recomputed = _match(books, event, now)
+    found, miss, recomputed = match(books, event, now)
     here = found.source == DEVICE
     held = device.slot_of.take(found.nodes[here])
     wanted = block_count - len(held)
@@ -92,7 +93,9 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     _rejoin(device, found.nodes[here], held)
     _bring(books, lease, found, arriving, event, now)
     _share_loads(books, lease, held)
-    if lease.waiting:
+    if event.search_until is not None and _may_be_elsewhere(books, event, matched, miss):
+        books.searches[lease.id] = event
+    if lease.waiting or lease.id in books.searches:
         lease.move(LeaseMove.LOAD)
     if event.store and matched < len(event.keys):
         books.aim(lease, event.keys[matched])
@@ -110,6 +113,8 @@ def _check_acquire(books: Books, event: Acquire) -> None:
             f"one for each full block of {block_tokens} tokens is needed"
         )
     require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
+    if event.search_until is not None and not math.isfinite(event.search_until):
+        raise ValueError(f"search_until is {event.search_until}, must be a time")
     if event.keep_blocks is not None:
         require_count("keep_blocks", event.keep_blocks)
     if not books.healthy:
@@ -148,7 +153,13 @@ def _useful(books: Books, event: Acquire) -> Sequence[Key]:
     return event.keys[:full] if event.reuse else ()
 
 
-def _match(books: Books, event: Acquire, now: float) -> tuple[Finding, Miss, int]:
+def _may_be_elsewhere(books: Books, event: Acquire, matched: int, miss: Miss) -> bool:
+    """Whether a store may have more blocks than were found, and they would be loaded."""
+    known = miss.reason in (MissReason.NO_ROOM, MissReason.RECOMPUTE)
+    return event.load and not known and matched < len(_useful(books, event))
+
+
+def match(books: Books, event: Acquire, now: float) -> tuple[Finding, Miss, int]:
     """What a request gets, why not more, and how many blocks are quicker to compute."""
     useful = _useful(books, event)
     found = find(books, useful, deepest=len(books.tiers) if event.load else DEVICE)
@@ -252,6 +263,27 @@ def _bring(
         copies.wait_for(books, started, {lease.id})
 
 
+def bring_more(
+    books: Books,
+    lease: LeaseRecord,
+    found: Finding,
+    rest: Finding,
+    held: NDArray[np.int32],
+    event: Acquire,
+    now: float,
+) -> None:
+    """Brings the last blocks of a finding, which a lease has got room for, to the device.
+
+    Those that are on the device, or on their way, are `held`.
+    """
+    _use(books, rest, event, now)
+    _rejoin(books.device, rest.nodes[rest.source == DEVICE], held)
+    first = len(found.nodes) - len(rest.nodes)
+    arriving = first + (rest.source != DEVICE).nonzero()[0]
+    _bring(books, lease, found, arriving, event, now)
+    _share_loads(books, lease, held)
+
+
 def _load_from_hub(
     books: Books,
     hub: Tier,
@@ -339,8 +371,10 @@ def _account(
     counters = books.counters
     counters.requests += 1
     counters.tokens_asked += event.token_count
-    by_tier = count_cached(books, found)
-    counters.misses[miss.reason] += 1
+    lease.cached_by_tier = tuple(count_cached(books, found))
+    searching = lease.id in books.searches
+    if not searching:
+        counters.misses[miss.reason] += 1
     keys = event.keys[: len(found.nodes)]
     books.history.add(now, "acquired", event.request, keys, f"lease={lease.id} miss={miss}")
     books.effects.append(
@@ -349,8 +383,9 @@ def _account(
             table=lease.table,
             state=lease.state,
             cached_tokens=lease.token_count,
-            cached_by_tier=tuple(by_tier),
+            cached_by_tier=lease.cached_by_tier,
             miss=miss,
+            searching=searching,
         )
     )
     writes.after_hit(books, found.nodes, now, event.request)

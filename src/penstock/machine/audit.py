@@ -73,6 +73,8 @@ def audit(books: Books) -> None:
         states, nodes = device.pool.state.tolist(), device.pool.node.tolist()
         for lease in books.leases.values():
             _audit_lease(books, lease, states, nodes)
+    if not books.searches.keys() <= books.leases.keys():
+        _fail(books, "a lease that has ended waits for a store")
     aims = Counter(lease.frontier for lease in books.leases.values() if lease.frontier)
     if aims != books.frontiers:
         _fail(books, "the blocks being computed are not those the leases aim at")
@@ -252,7 +254,7 @@ def _audit_eviction(books: Books, tier: Tier) -> None:
 
 def _audit_lease(books: Books, lease: LeaseRecord, states: list[int], nodes: list[int]) -> None:
     table = lease.table.tolist()
-    if (lease.state is _LOADING) != bool(lease.waiting):
+    if (lease.state is _LOADING) != bool(lease.waiting or lease.id in books.searches):
         _fail(books, f"lease {lease.id} is {lease.state.name}, waits for {lease.waiting}")
     if len(set(table)) != len(table):
         _fail(books, f"lease {lease.id} has a slot twice")
@@ -349,6 +351,7 @@ def freeze(books: Books) -> Frozen:
         ("departed", books.departed.freeze()),
         ("hints", _hints(books)),
         ("rates", books.rates.freeze()),
+        ("searches", tuple(books.searches)),
         ("backlogs", tuple((tuple(b.missed), tuple(b.due)) for b in books.backlogs.values())),
     )
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.cache.operations import Operation
+    from penstock.machine.events import Acquire
     from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
 PRIORITY_MAX = int(np.iinfo(np.int16).max)
@@ -148,6 +149,8 @@ class LeaseRecord:
     state: LeaseState = LeaseState.READY
     waiting: set[OperationId] = field(default_factory=set)
     """The copies it waits for."""
+    cached_by_tier: tuple[int, ...] = ()
+    """Tokens found in each tier, device first."""
     twins: list[int] = field(default_factory=list)
     """Slots of blocks that another request published first; held, so that the blocks this
     request publishes after them stay reachable."""
@@ -224,9 +227,10 @@ class Books:
         self.ledger = Ledger(incarnation)
         self.rates = Rates(settings)
         self.leases: dict[LeaseId, LeaseRecord] = {}
-        self.lease_next = 1
+        self.searches: dict[LeaseId, Acquire] = {}
+        """Leases that wait for a store's answer, and what they asked for."""
+        self.lease_next = self.pin_next = 1
         self.pins: dict[PinId, tuple[Key, ...]] = {}
-        self.pin_next = 1
         self.pinned: dict[Key, int] = {}
         """Key to the number of pins; it outlives the block, which may come back."""
         self.departed = Departed(settings.departed_count)

@@ -39,6 +39,8 @@ class Granted(Effect, frozen=True, kw_only=True):
     cached_by_tier: tuple[int, ...]
     """Tokens found in each tier, device first."""
     miss: Miss
+    searching: bool = False
+    """Whether it waits for a store to say which further blocks it has."""
 
 
 class Grown(Effect, frozen=True, kw_only=True):
@@ -145,13 +147,15 @@ class Settled(Effect, frozen=True, kw_only=True):
 
 
 class LeaseChanged(Effect, frozen=True, kw_only=True):
-    """A waiting request may run, or has lost its blocks."""
+    """A waiting request may run, or has lost its blocks; or a store has more of them."""
 
     lease: LeaseId
     request: str
     state: LeaseState
     table: NDArray[np.int32]
     cached_tokens: int
+    cached_by_tier: tuple[int, ...]
+    """Tokens found in each tier, device first."""
     miss: Miss
     """Why no more was found; another one than at first if blocks did not arrive."""
 

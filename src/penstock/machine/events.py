@@ -3,6 +3,7 @@
 | events                                        | from                            |
 |-----------------------------------------------|---------------------------------|
 | `Acquire Grow Commit Fork Preempt`            | an engine that lets us manage   |
+| `Searched`                                    | the runtime, for a lease        |
 | `ReleaseLease PinBlocks UnpinBlocks`          | an engine that lets us manage   |
 | `Lookup Load Save LetGo Prefetch Cancel`      | an engine that offloads         |
 | `CopyReport`                                  | a rank, about an operation      |
@@ -59,6 +60,15 @@ class Acquire(Event, frozen=True, kw_only=True):
     """Leading blocks that are expected to be used again; the others are let go at its end. `None`:
     nothing is known."""
     deadline: float | None = None
+    search_until: float | None = None
+    """A store is asked for blocks that are not known here: the lease waits for `Searched`, at most
+    until then. `None`: nobody is asked."""
+
+
+class Searched(Event, frozen=True, kw_only=True):
+    """A store has said which blocks of a lease's prompt it has; they were `Discovered` before."""
+
+    lease: LeaseId
 
 
 class Grow(Event, frozen=True, kw_only=True):

@@ -299,6 +299,7 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
     if returning:
         _save_for_return(books, lease, now)
     lease.move(LeaseMove.RELEASE)
+    search_over(books, lease)
     del books.leases[lease_id]
     books.aim(lease, None)
     books.history.add(now, "preempted" if returning else "released", lease.request)
@@ -394,9 +395,10 @@ def after_operation(
     for lease in leases:
         if lease.id in missing:
             _recompute(books, lease, missing[lease.id], now)
-        if lease.state is LeaseState.LOADING and not lease.waiting:
+        waits = lease.waiting or lease.id in books.searches
+        if lease.state is LeaseState.LOADING and not waits:
             lease.move(LeaseMove.ARRIVE)
-            _send_change(books, lease)
+            send_change(books, lease)
 
 
 def _drop_missing(
@@ -454,14 +456,21 @@ def lose(books: Books, lease: LeaseRecord, now: float) -> None:
     if lease.state is LeaseState.LOST:
         return
     lease.move(LeaseMove.LOSE)
+    search_over(books, lease)
     books.aim(lease, None)
     books.counters.leases_lost += 1
     books.history.add(now, "lost", lease.request)
     _leave_operations(books, lease, now)
-    _send_change(books, lease)
+    send_change(books, lease)
 
 
-def _send_change(books: Books, lease: LeaseRecord) -> None:
+def search_over(books: Books, lease: LeaseRecord) -> None:
+    """A lease waits for no answer of a store any more."""
+    if books.searches.pop(lease.id, None) is not None:
+        books.counters.misses[lease.miss.reason] += 1
+
+
+def send_change(books: Books, lease: LeaseRecord) -> None:
     books.effects.append(
         LeaseChanged(
             lease=lease.id,
@@ -469,6 +478,7 @@ def _send_change(books: Books, lease: LeaseRecord) -> None:
             state=lease.state,
             table=lease.table,
             cached_tokens=lease.token_count,
+            cached_by_tier=lease.cached_by_tier,
             miss=lease.miss,
         )
     )

@@ -16,7 +16,17 @@ from penstock.cache.eviction import Remembers, SharesArrays
 from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
-from penstock.machine import acquire, copies, faults, gate, leases, offload, write_behind, writes
+from penstock.machine import (
+    acquire,
+    copies,
+    faults,
+    gate,
+    leases,
+    offload,
+    search,
+    write_behind,
+    writes,
+)
 from penstock.machine import events as ev
 from penstock.machine.audit import audit, freeze
 from penstock.machine.books import Books
@@ -115,7 +125,11 @@ class CacheMachine:
         """When `handle_timer` should be called at the latest."""
         if write_behind.is_overdue(self._books):
             return self._books.now
-        times = (self._books.ledger.next_deadline(), self._books.next_expiry())
+        times = (
+            self._books.ledger.next_deadline(),
+            self._books.next_expiry(),
+            search.next_end(self._books),
+        )
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -140,7 +154,9 @@ class CacheMachine:
     def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
         """The loads onto the device that a lease waits for, if it waits for nothing else."""
         found = self._books.leases.get(lease)
-        waiting = found.waiting if found is not None else set()
+        if found is None or lease in self._books.searches:
+            return ()
+        waiting = found.waiting
         purposes = {self.operations[operation].purpose for operation in waiting}
         return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
 
@@ -247,6 +263,7 @@ class CacheMachine:
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     copies.expire(books, now)
+    search.expire(books, now)
     books.rates.tick()
     books.expire_blocks(now)
     for tier in books.owned_tiers():
@@ -280,6 +297,7 @@ def _preempt(books: Books, event: ev.Preempt, now: float) -> None:
 
 _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Acquire: acquire.acquire,
+    ev.Searched: search.searched,
     ev.Grow: leases.grow,
     ev.Commit: leases.commit,
     ev.Fork: leases.fork,

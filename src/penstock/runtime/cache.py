@@ -7,7 +7,8 @@
     lease.release()
     cache.step()            # once per engine iteration
 
-No call waits. A lease that is `LOADING` becomes `READY` in some later `step`.
+No call waits. A lease that is `LOADING` becomes `READY` in some later `step`: its blocks are on
+their way, or a store is asked which of them it has.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Cache(BaseCache):
         ttl_s: float | None = None,
         keep_tokens: int | None = None,
         load_timeout_s: float | None = None,
+        search_s: float | None = None,
     ) -> Lease:
         """Matches a prompt over all tiers, pins what was found, and takes room for the rest.
 
@@ -86,6 +88,10 @@ class Cache(BaseCache):
             ttl_s: After this many seconds its blocks are the first to leave.
             keep_tokens: Blocks after so many leading tokens are let go at its end; 0: it is over.
             load_timeout_s: Blocks that have not arrived by then are computed instead.
+            search_s: How long the lease is `LOADING`, at most, until a store has said which blocks
+                it has that are not known here. By default twice the `ask_ms` of a shared store, a
+                second for a disk that has not listed its blocks, and otherwise nothing is asked; 0:
+                never, as after a `prefetch`.
 
         Raises:
             NeverFitsError: the device has fewer blocks than the prompt needs.
@@ -110,9 +116,13 @@ class Cache(BaseCache):
             ttl_s=None if ttl_s is None else as_seconds("ttl_s", ttl_s),
             keep_blocks=self._keep_blocks(keep_tokens),
             deadline=self._load_deadline(load_timeout_s),
+            search_until=self._search_end(search_s, chain.block_count),
         )
         with self._access:
-            granted = ef.answer(self._handle(event), ef.Granted)
+            self._memory.require_awake()
+            effects = self._driver.acquire(event)
+            self._deliver(effects)
+            granted = ef.answer(effects, ef.Granted)
             self._request_next += not request
             return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
 
@@ -125,6 +135,10 @@ class Cache(BaseCache):
         if load_timeout_s is None:
             return None
         return self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s))
+
+    def _search_end(self, search_s: float | None, block_count: int) -> float | None:
+        wanted_s = None if search_s is None else as_seconds("search_s", search_s, zero=True)
+        return self._driver.search_end(wanted_s, block_count)
 
     def prefetch(
         self,
@@ -214,12 +228,6 @@ class Cache(BaseCache):
         model = self._config.model.name
         counts = f"{len(machine.open_requests())} leases, {machine.pin_count} pins"
         return f"<penstock.Cache of {model!r}: {counts}, {self._describe_tiers()}>"
-
-    def _handle(self, event: ev.Event) -> list[ef.Effect]:
-        self._memory.require_awake()
-        effects = self._driver.handle(event)
-        self._deliver(effects)
-        return effects
 
 
 class Pin:

@@ -20,6 +20,7 @@ from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.events import (
+    Acquire,
     Cancel,
     ChangeWeights,
     CopyReport,
@@ -232,6 +233,23 @@ class Driver:
         if self.stored is not None:
             self.stored.prefetch(event, self.machine.known(event.keys))
             self.stored.dispatch()
+        return effects
+
+    def search_end(self, search_s: float | None, block_count: int) -> float | None:
+        """Until when a prompt of so many blocks is looked for in the store; `None`: it is not."""
+        if self.stored is None:
+            return None
+        wait_s = self.stored.search_s(search_s, block_count)
+        return self._clock() + wait_s if wait_s else None
+
+    def acquire(self, event: Acquire) -> list[ef.Effect]:
+        """Grants a lease; what nobody here knows of, the store is asked for, if it is wanted."""
+        effects = self.handle(event)
+        if self.stored is not None and event.search_until is not None:
+            granted = ef.answer(effects, ef.Granted)
+            if granted.searching:
+                self.stored.search(event, granted.lease, self.machine.known(event.keys))
+                self.stored.dispatch()
         return effects
 
     def store_status(self, cause: str) -> StoreStatus | None:

@@ -300,7 +300,12 @@ class Lease:
         self.state = change.state
         self._take_table(change.table)
         self.miss = change.miss
-        if change.cached_tokens < self.token_count:
+        self.cached_by_tier = change.cached_by_tier
+        if change.cached_tokens > self.token_count:
+            # A store had more of its blocks than were known.
+            self.cached_tokens = self.token_count = change.cached_tokens
+            self._published = change.cached_tokens // self._chain.block_tokens
+        elif change.cached_tokens < self.token_count:
             # Blocks did not arrive: the request computes from there on.
             self.cached_tokens = min(self.cached_tokens, change.cached_tokens)
             self.token_count = change.cached_tokens

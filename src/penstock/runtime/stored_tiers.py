@@ -30,10 +30,12 @@ from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
 from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
 from penstock.machine.events import (
+    Acquire,
     CopyReport,
     Discovered,
     Prefetch,
     ResizeTier,
+    Searched,
     TierOff,
     TierOn,
     Vanished,
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from penstock.store.arena_offer import ArenaOffer
     from penstock.store.base import TierState
     from penstock.store.link import StoreLink, StoreResult
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,9 @@ PREFETCHES_MAX = 256
 """Prefetches that wait for an answer of the store; the store is not asked for more."""
 ANSWERS = 2
 """A request waits so many times as long for an answer as the question may take: it travels, too."""
+LISTS_S = 1.0
+"""A lease waits so long for a disk that has not listed its blocks: it answers from memory, within
+milliseconds."""
 FIND_KEYS_MAX = 256
 """Keys of a prefetch that the store is asked for at once: noting what it has takes an engine some
 microseconds a key, in one step."""
@@ -154,13 +159,15 @@ def _is_off(state: TierState) -> bool:
 
 
 class _Wanted(NamedTuple):
-    """Blocks that a prefetch wants and nobody here knows of."""
+    """Blocks that a prefetch or a lease wants and nobody here knows of."""
 
-    prefetch: Prefetch
+    wish: Prefetch | Acquire
     start: int
     """The first of its keys that the store was asked for."""
     until: float
     """When the request waits no longer for the answer."""
+    lease: LeaseId | None = None
+    """That waits for it."""
 
 
 class StoredTiers:
@@ -205,6 +212,10 @@ class StoredTiers:
         """Tier to the most blocks that the cache was made able to know of since it was opened."""
         self._operations: set[OperationId] = set()
         self._wanted: dict[int, _Wanted] = {}
+        self._searches: dict[LeaseId, int] = {}
+        """Leases that wait, and how many answers they wait for."""
+        self._answered: list[LeaseId] = []
+        """Leases that nobody could be asked for."""
         self._paging: set[int] = set()
         """Tiers of which a page was asked for."""
         self._listed: set[int] = set()
@@ -220,7 +231,7 @@ class StoredTiers:
     @property
     def next_due(self) -> float:
         """When time alone gives `collect` something to do."""
-        if self.link.ready:
+        if self.link.ready or self._answered:
             return -math.inf
         alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
         now = self._clock()
@@ -235,7 +246,8 @@ class StoredTiers:
             or bool(wait_any((), (self.link.descriptor,), deadline=None).descriptors),
             settled=self.link.is_up and self._is_each_known(),
             searching=any(
-                each.prefetch.cause == cause and now < each.until for each in self._wanted.values()
+                isinstance(each.wish, Prefetch) and each.wish.cause == cause and now < each.until
+                for each in self._wanted.values()
             )
             and not self._listed.issuperset(tier for tier in self.tiers if self._on[tier]),
             on=any(self._on.values()),
@@ -285,12 +297,42 @@ class StoredTiers:
             if self._on[tier]:
                 self._find(tier, prefetch, known)
 
-    def _find(self, tier: int, prefetch: Prefetch, start: int) -> None:
-        if start < len(prefetch.keys) and len(self._wanted) < PREFETCHES_MAX:
-            keys = prefetch.keys[start : start + FIND_KEYS_MAX]
+    def search_s(self, wanted_s: float | None, block_count: int) -> float:
+        """How long a lease waits for the answer; 0 if there is nobody to ask.
+
+        By default a tier is asked that has not listed its blocks, and as long as it may take.
+        """
+        if wanted_s is not None:
+            return wanted_s if any(self._on.values()) else 0.0
+        questions = -(-block_count // FIND_KEYS_MAX)
+        times = [
+            ANSWERS * self._asked[tier] if tier in self._asked else LISTS_S
+            for tier in self.tiers
+            if self._on[tier] and tier not in self._listed
+        ]
+        return questions * max(times, default=0.0)
+
+    def search(self, wish: Acquire, lease: LeaseId, known: int) -> None:
+        """Asks the store for the blocks of a lease from `known` on; `Searched` follows."""
+        self._searches[lease] = 0
+        for tier in self.tiers:
+            if self._on[tier]:
+                self._find(tier, wish, known, lease)
+        if not self._searches[lease]:
+            self._answered.append(lease)
+
+    def _find(
+        self, tier: int, wish: Prefetch | Acquire, start: int, lease: LeaseId | None = None
+    ) -> None:
+        if start < len(wish.keys) and len(self._wanted) < PREFETCHES_MAX:
+            keys = wish.keys[start : start + FIND_KEYS_MAX]
             number = self.link.find(tier, keys, first=start)
             until = self._clock() + ANSWERS * self._asked[tier] if tier in self._asked else math.inf
-            self._wanted[number] = _Wanted(prefetch, start, until)
+            if isinstance(wish, Acquire) and wish.search_until is not None:
+                until = wish.search_until
+            self._wanted[number] = _Wanted(wish, start, until, lease)
+            if lease is not None:
+                self._searches[lease] += 1
 
     def void(self) -> None:
         """A reset: blocks that were stored are not found again, by any engine."""
@@ -319,7 +361,7 @@ class StoredTiers:
 
     def forget_prefetches(self) -> None:
         """What the store answers to prefetches from now on starts no copies."""
-        self._wanted.clear()
+        self._wanted = {number: each for number, each in self._wanted.items() if each.lease}
 
     def is_on(self, tier: int) -> bool:
         return self._on[tier]
@@ -360,6 +402,10 @@ class StoredTiers:
             self._offer.poll()
         for result in self.link.collect():
             yield from self._events_of(result)
+        while self._answered:
+            lease = self._answered.pop()
+            self._searches.pop(lease, None)
+            yield Searched(lease=lease)
 
     def forget_all_but(self, under_way: Collection[OperationId]) -> None:
         """Forgets operations that have ended."""
@@ -429,8 +475,16 @@ class StoredTiers:
         wanted = self._wanted.pop(found.number, None)
         if wanted is None:
             return
+        yield from self._note_found(found, wanted)
+        lease = wanted.lease
+        if lease is not None:
+            self._searches[lease] -= 1
+            if not self._searches[lease]:
+                self._answered.append(lease)
+
+    def _note_found(self, found: FoundInStore, wanted: _Wanted) -> Iterator[Event]:
         count = found.present.index(False) if False in found.present else len(found.present)
-        keys, start = wanted.prefetch.keys, wanted.start
+        keys, start = wanted.wish.keys, wanted.start
         if found.foreign:
             first = keys[start + count]
             yield Discovered(tier=found.tier, keys=[first], parents=[None], foreign=True)
@@ -441,9 +495,10 @@ class StoredTiers:
         yield Discovered(
             tier=found.tier, keys=keys[start : start + count], parents=before, wanted=True
         )
-        yield wanted.prefetch
+        if isinstance(wanted.wish, Prefetch):
+            yield wanted.wish
         if count == len(found.present):
-            self._find(found.tier, wanted.prefetch, start + count)
+            self._find(found.tier, wanted.wish, start + count, wanted.lease)
 
     def _switch(self, tier: int) -> Iterator[Event]:
         """A tier can be on when the store is there and says that the tier is."""
