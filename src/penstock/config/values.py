@@ -28,6 +28,7 @@ import re
 # msgspec resolves the annotations when it decodes a `Config`, so imports for them must be real.
 from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from ipaddress import ip_address
 
 import msgspec
@@ -41,7 +42,7 @@ from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
-from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
+from penstock.vocabulary.namespace import FIELD_BYTES_MAX, KEPT, Namespace
 
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
@@ -195,16 +196,24 @@ class ModelSettings:
 
     def namespace(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> Namespace:
         """The namespace of this model's keys for one tenant, adapter and KV group."""
-        return Namespace(
-            model=self.name,
-            weights_version=self.weights_version or UNKNOWN,
-            kv_dtype=self.kv_dtype or UNKNOWN,
-            kv_scales=self.kv_scales,
-            rotary=self.rotary,
-            kv_group=kv_group,
-            adapter=adapter,
-            tenant=tenant,
-        )
+        if type(tenant) is type(adapter) is type(kv_group) is str:
+            return _namespace(self, tenant, adapter, kv_group)
+        return _namespace.__wrapped__(self, tenant, adapter, kv_group)  # Which refuses it.
+
+
+@lru_cache(maxsize=KEPT)
+def _namespace(model: ModelSettings, tenant: str, adapter: str, kv_group: str) -> Namespace:
+    """Made once: every request needs it, and a namespace checks itself."""
+    return Namespace(
+        model=model.name,
+        weights_version=model.weights_version or UNKNOWN,
+        kv_dtype=model.kv_dtype or UNKNOWN,
+        kv_scales=model.kv_scales,
+        rotary=model.rotary,
+        kv_group=kv_group,
+        adapter=adapter,
+        tenant=tenant,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

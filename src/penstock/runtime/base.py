@@ -200,6 +200,8 @@ class BaseCache:
         budget_bytes = as_int("budget_bytes", budget_bytes)
         again = as_flag("again", again)
         with self._access:
+            if self._driver.is_quiet:
+                return
             self._deliver(self._driver.step(budget_bytes=budget_bytes, again=again))
             self._memory.give_back_closed()
 

@@ -63,6 +63,9 @@ FENCE_S = 1.0
 One that has not answered by then fences its own slots before it gives them back."""
 
 
+QUIET_S = 1.0
+"""So often a cache that has nothing to do looks at everything all the same: rates age, and eviction
+policies are told the time."""
 STORE_CLOSE_S = 15.0
 """How long a store process that this cache has started may take to end."""
 
@@ -110,6 +113,12 @@ class Driver:
         # A clock that is not that of the machine may not go yet.
         self._opened_at = clock() if clock is time.monotonic else None
         self._health = HealthLog()
+        self._events = 0
+        """How many events the machine was given."""
+        self._events_at_step = -1
+        """How many they were at the end of the last step."""
+        self._quiet_until = -math.inf
+        """Until then a step has nothing to do, unless the store says something."""
         self._closed: Drained | None = None
 
     @property
@@ -170,6 +179,8 @@ class Driver:
             raise UnavailableError("the cache is closed")
         effects: list[ef.Effect] = []
         now = self._clock()
+        self._events += 1
+        self._quiet_until = -math.inf
         for effect in self.machine.handle(event, now):
             match effect:
                 case ef.Copy():
@@ -199,10 +210,31 @@ class Driver:
         Each call counts as a step of the engine, but for a second one in the same step (`again`).
         Returns the effects for the engine.
         """
+        untouched = self._events == self._events_at_step
         effects = [] if again else self.handle(Tick())
         self._ask()
         effects += self._exchange(budget_bytes)
+        if untouched and self._events <= self._events_at_step + 1:
+            self._quiet_until = self._next_work()
+        self._events_at_step = self._events
         return effects
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a step has nothing to do: most of an engine's steps copy nothing."""
+        if self._clock() >= self._quiet_until:
+            return False
+        return self.stored is None or not self.stored.has_news()
+
+    def _next_work(self) -> float:
+        """Until when a step that follows one without any event has nothing to do."""
+        stored = self.stored
+        # Ranks elsewhere are heard by looking.
+        if self.machine.operations or self.missing_reports is not None:
+            return -math.inf
+        if stored is not None and stored.unconfirmed_resets:
+            return -math.inf
+        return min(self.next_due(), self._clock() + QUIET_S)
 
     def reset(self, why: str) -> list[ef.Effect]:
         """Voids everything cached, here and in the store."""

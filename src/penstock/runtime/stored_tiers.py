@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import secrets
+import select
 import tempfile
 import time
 from hashlib import sha256
@@ -214,6 +215,8 @@ class StoredTiers:
         self._wanted: dict[int, _Wanted] = {}
         self._searches: dict[LeaseId, int] = {}
         """Leases that wait, and how many answers they wait for."""
+        self._watch: select.poll | None = None
+        """Watches `descriptors`, which stay the same."""
         self._answered: list[LeaseId] = []
         """Leases that nobody could be asked for."""
         self._paging: set[int] = set()
@@ -227,6 +230,16 @@ class StoredTiers:
         if self._offer is None:
             return (self.link.descriptor,)
         return self.link.descriptor, self._offer.descriptor
+
+    def has_news(self) -> bool:
+        """Whether `collect` may have something before `next_due`; cheap."""
+        if self._answered or self.link.ready:
+            return True
+        if self._watch is None:
+            self._watch = select.poll()
+            for descriptor in self.descriptors:
+                self._watch.register(descriptor, select.POLLIN)
+        return bool(self._watch.poll(0))
 
     @property
     def next_due(self) -> float:

@@ -14,10 +14,14 @@ from __future__ import annotations
 import reprlib
 import struct
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 NAMESPACE_DOMAIN = b"penstock.namespace.v1"
 """Opens every encoding. A change to the fields or to the framing needs a new version here."""
 
+KEPT = 1024
+"""Of how many namespaces the encoding is kept, as every request needs it: tenants, adapters and KV
+groups in use at a time."""
 FIELD_BYTES_MAX = 4096
 """Long enough for any path, digest or serialised rotary setting; bounds what a key absorbs."""
 
@@ -56,12 +60,17 @@ class Namespace:
 
     def encode(self) -> bytes:
         """The canonical bytes of this namespace: what the running hash starts from."""
-        names = [field.name for field in fields(self)]
-        parts = [frame(NAMESPACE_DOMAIN), struct.pack("<I", len(names))]
-        for name in names:
-            parts.append(frame(name.encode("utf-8")))
-            parts.append(frame(_encode_field(name, getattr(self, name))))
-        return b"".join(parts)
+        return _encode(self)
+
+
+@lru_cache(maxsize=KEPT)
+def _encode(namespace: Namespace) -> bytes:
+    names = [field.name for field in fields(namespace)]
+    parts = [frame(NAMESPACE_DOMAIN), struct.pack("<I", len(names))]
+    for name in names:
+        parts.append(frame(name.encode("utf-8")))
+        parts.append(frame(_encode_field(name, getattr(namespace, name))))
+    return b"".join(parts)
 
 
 def frame(content: bytes) -> bytes:
