@@ -21,6 +21,7 @@ from penstock.store.blobs import (
     BlobRead,
     BlobStoreError,
     BlobWrite,
+    NotKeptError,
 )
 from penstock.store.redis_blobs import RedisBlobs
 from tests.store.redis_server import RedisServer, free_port, require_redis
@@ -404,6 +405,36 @@ def move_slot(slot: int, source: RedisServer, target: RedisServer) -> None:
     redis_cli(source, "CLUSTER", "SETSLOT", str(slot), "MIGRATING", heir)
     for server in (target, source):
         redis_cli(server, "CLUSTER", "SETSLOT", str(slot), "NODE", heir)
+
+
+def test_a_record_of_a_cluster_is_kept_when_a_replica_of_its_master_has_it(tmp_path: Path) -> None:
+    require_redis()
+    options = ("--cluster-enabled", "yes", "--repl-diskless-sync-delay", "0")
+    master, replica = (
+        RedisServer(tmp_path / "one", *options),
+        RedisServer(tmp_path / "two", *options),
+    )
+    try:
+        redis_cli(master, "CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        redis_cli(replica, "CLUSTER", "MEET", "127.0.0.1", str(master.port))
+        wait_for_slots(master, replica)
+        redis_cli(replica, "CLUSTER", "REPLICATE", redis_cli(master, "CLUSTER", "MYID"))
+        pause = threading.Event()
+        while "state=online" not in redis_cli(master, "INFO", "replication"):
+            pause.wait(0.05)
+        with open_blobs(master.url, cluster=True) as blobs:
+            blobs.replace("a/record", b"1", timeout_s=SOON_S)
+            replica.stop()
+
+            with pytest.raises(NotKeptError, match="no answer from its replica"):
+                blobs.replace("a/record", b"2", timeout_s=4)
+
+            assert blobs.get("a/record", timeout_s=SOON_S) == b"2"
+            replica.proceed()
+            blobs.replace("a/record", b"3", timeout_s=SOON_S)
+    finally:
+        replica.kill()
+        master.kill()
 
 
 def wait_for_slots(*servers: RedisServer) -> None:

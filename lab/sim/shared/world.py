@@ -494,6 +494,8 @@ class SharedWorld:
             return
         self.note("store goes back")
         self.server.values = dict(self.rng.choice(self._images))
+        if self.rng.random() < 0.5:  # What made it go back may have ended store processes too.
+            self._restart()
 
     def _trouble_replica(self) -> None:
         """A replica stands still, comes up again, or takes over from a master that died."""

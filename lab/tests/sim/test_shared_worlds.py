@@ -104,6 +104,11 @@ def plant_believed_records(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KnownGenerations, "accepts", lambda *_: True)
 
 
+def plant_forgetful_processes(patch: pytest.MonkeyPatch) -> None:
+    """A store process does not listen to what its engines know."""
+    patch.setattr(SharedTier, "expect", lambda *_: None)
+
+
 def plant_resets_without_replicas(patch: pytest.MonkeyPatch) -> None:
     """A reset is confirmed though no replica has it."""
     replace = SharedKeeper._replace
@@ -122,6 +127,7 @@ PLANTED = [
     ),
     pytest.param(plant_no_way_back, SEEDS, {"liveness"}, id="never asked again"),
     pytest.param(plant_believed_records, range(36, 63), {"reset"}, id="an old record is believed"),
+    pytest.param(plant_forgetful_processes, range(45, 115), {"reset"}, id="engines are not heard"),
     pytest.param(plant_resets_without_replicas, SEEDS, {"reset"}, id="no replica is waited for"),
 ]
 """With seeds of which an early one finds it, to be quick."""
