@@ -96,6 +96,18 @@ def test_a_template_s_own_refusal_is_reported() -> None:
         TEXT.encode_chat([{"role": "robot", "content": "x"}])
 
 
+def test_a_template_reads_what_a_request_gives_it() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if enable_thinking %}<think>{% endif %}{{ messages[0].content }}"
+    text, chat = Text(tokenizer), [{"role": "user", "content": "x"}]
+
+    def said(**variables: object) -> str:
+        return text.decode(text.encode_chat(chat, variables=variables))
+
+    assert said(enable_thinking=True) == "<think>x"
+    assert said(enable_thinking=False) == said() == said(another=1) == "x"
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: pytest.TempPathFactory) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         Text.of(tmp_path)  # type: ignore[arg-type]

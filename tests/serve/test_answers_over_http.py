@@ -57,7 +57,7 @@ def test_a_field_that_is_null_is_one_that_was_left_out(client: openai.OpenAI) ->
 
     assert ask(client).choices[0].message.content == said.content
     assert next_turn.usage.completion_tokens == 12
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content is missing"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content is null, must be a"):
         ask(client, [{"role": "user", "content": None}])
 
 

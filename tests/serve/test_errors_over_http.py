@@ -81,6 +81,21 @@ SIMPLE_TYPES = (
         ({"messages": "Hello"}, "messages", "must be a list of messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "role is missing"),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "messages[0].content",
+            "messages[0].content is null, must be a text, or a list of texts",
+        ),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "has 'messages', must have names of variables that the server does not set itself",
+        ),
+        (
+            {"chat_template_kwargs": {"date": ["today"]}},
+            "chat_template_kwargs.date",
+            "must be a text, a number, or true or false",
+        ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "is 'robot'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -106,9 +106,18 @@ class Text:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, longest: int | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        longest: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, up to the start of the assistant's turn.
+
+        Args:
+            messages: The turns.
+            longest: The most tokens that are allowed.
+            variables: What the template may read beside the messages, such as `enable_thinking`.
 
         Raises:
             TextTooLong: it has more than `longest` tokens.
@@ -118,7 +127,7 @@ class Text:
             raise ValueError("the model has no chat template: use completions instead")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages), add_generation_prompt=True, tokenize=False, **(variables or {})
             )
         except _TEMPLATE_FAILED as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from error

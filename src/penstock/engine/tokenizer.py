@@ -166,8 +166,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool,
         tokenize: bool,
+        **variables: object,
     ) -> str:
-        """A conversation as one text.
+        """A conversation as one text; the template may read further `variables`.
 
         Raises:
             ValueError: tokens are asked for: `encode` makes them.
@@ -177,13 +178,13 @@ class Tokenizer:
             raise ValueError("tokenize is True, must be False: encode the text")
         if self._compiled is None:
             raise TemplateError("there is no template")
-        return self._compiled.render(
-            messages=[*messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **self._special,
-        )
+        own = {
+            "messages": [*messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._compiled.render({**variables, **self._special, **own})
 
 
 @contextmanager

@@ -183,7 +183,7 @@ NOT_DONE: Mapping[str, Read] = {
     "kv_transfer_params": only((), why=_left_out("pairs are chosen by the router")),
     "documents": only(([],), why=_NO_TEMPLATE),
     "chat_template": only((), why=_NO_TEMPLATE),
-    "chat_template_kwargs": only(({},), why=_NO_TEMPLATE),
+    "chat_template_kwargs": only(({},), why=_left_out("only chats have a template")),
     "add_generation_prompt": only((True,), why="true: the assistant speaks next"),
     "continue_final_message": only((False,), why="false: the assistant speaks next"),
 }

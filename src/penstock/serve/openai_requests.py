@@ -6,7 +6,7 @@ not set, such as the temperature, have the model's defaults (`Defaults`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.requests import ANSWERS_MAX, TOKENS_MAX
@@ -57,6 +57,18 @@ PRIORITY_MAX = 100
 CACHE_KEY_CHARACTERS_MAX = 512
 """It is remembered for a while; OpenAI's own clients send up to 64."""
 ROLES = ("system", "developer", "user", "assistant")
+TEMPLATE_VARIABLES_MAX = 16
+TEMPLATE_OWN = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"),
+        *("mask_token", "additional_special_tokens", "raise_exception", "strftime_now"),
+    }
+)
+"""What a template gets from the server and its tokenizer."""
+_TEXTS = "a text, or a list of texts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +127,8 @@ class ChatRequest(TextRequest):
 
     messages: tuple[dict[str, str], ...]
     """Each with `role` and `content`, and `name` if it has one."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the model's chat template, such as `enable_thinking`."""
 
 
 def read_completion(body: bytes) -> CompletionRequest:
@@ -313,9 +327,12 @@ def _message(name: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict):
         refuse(name, value, "a table with role and content")
     found = read_fields(value, _MESSAGE, f"{name}.")
-    for needed in ("role", "content"):
+    for needed, right in (("role", f"one of {', '.join(ROLES)}"), ("content", _TEXTS)):
         if needed not in found:
-            raise BadRequest(f"{name}.{needed} is missing", param=f"{name}.{needed}")
+            # JSON's null is the same as absent, but not to whoever sent it.
+            given = "null" if needed in value else "missing"
+            place = f"{name}.{needed}"
+            raise BadRequest(f"{place} is {given}, must be {right}", param=place)
     kept: dict[str, str] = {key: found[key] for key in ("role", "content", "name") if key in found}
     if kept["role"] == "developer":
         # OpenAI's newer name for it; chat templates know the older one.
@@ -323,11 +340,27 @@ def _message(name: str, value: object) -> dict[str, str]:
     return kept
 
 
+def _template_variables(name: str, value: object) -> dict[str, Any]:
+    right = f"a table of at most {TEMPLATE_VARIABLES_MAX} names, each with a text, number or flag"
+    if not isinstance(value, dict) or len(value) > TEMPLATE_VARIABLES_MAX:
+        refuse(name, value, right)
+    for each, given in value.items():
+        if each in TEMPLATE_OWN or not each.isidentifier():
+            raise BadRequest(
+                f"{name} has {shown(each)}, must have names of variables that the server does not "
+                "set itself",
+                param=name,
+            )
+        if not isinstance(given, str | int | float | bool | None):
+            refuse(f"{name}.{each}", given, "a text, a number, or true or false")
+    return value
+
+
 def _content(name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        refuse(name, value, "a text, or a list of texts")
+        refuse(name, value, _TEXTS)
     return "".join(_part(f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
@@ -399,6 +432,7 @@ _COMPLETION: Mapping[str, Read] = {
 _CHAT: Mapping[str, Read] = {
     **_TEXT,
     "messages": read_messages,
+    "chat_template_kwargs": _template_variables,
     "max_tokens": whole(1, TOKENS_MAX),
     "max_completion_tokens": whole(1, TOKENS_MAX),
     "logprobs": flag,

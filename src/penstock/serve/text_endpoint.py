@@ -108,7 +108,9 @@ class TextEndpoint:
         if refused is not None:
             return refused
         longest = self._facts.positions - 1
-        tokens = await self._encoder.encode_chat(request.messages, longest=longest)
+        tokens = await self._encoder.encode_chat(
+            request.messages, longest=longest, variables=request.chat_template_kwargs
+        )
         _require_length(tokens, longest=longest, param="messages")
         return self._answer(request, [tokens], [None], tenant=tenant, chat=True)
 
@@ -552,7 +554,11 @@ class Encoder:
         )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, longest: int
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        longest: int,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation.
 
@@ -565,7 +571,7 @@ class Encoder:
             characters,
             longest,
             "messages",
-            lambda: self._text.encode_chat(messages, longest=longest),
+            lambda: self._text.encode_chat(messages, longest=longest, variables=variables),
         )
 
     async def _run(
