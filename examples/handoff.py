@@ -37,7 +37,7 @@ def wait_for_result(handoff: penstock.Handoff) -> penstock.HandoffResult:
     deadline = time.monotonic() + TIMEOUT_S
     while not (results := handoff.step()):
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"{handoff} has no result")
+            raise TimeoutError(f"the handoff has not ended in {TIMEOUT_S:g} s")
         handoff.wait(deadline)
     return results[0]
 
@@ -57,15 +57,17 @@ def prefill(folder: str) -> None:
 
 def decode(folder: str) -> None:
     kv, slots = kv_blocks(), [7, 3, 5]
+    print("decode: waits until the prefill engine has started, some seconds", flush=True)
     with penstock.open_decode(open_pair(folder), kv=kv, block_tokens=BLOCK_TOKENS) as handoff:
         handoff.claim("request-1", PROMPT, slots=slots, timeout_s=TIMEOUT_S)
+        print(f"decode: waits for the KV of {len(PROMPT)} tokens", flush=True)
         result = wait_for_result(handoff)
     if not result.delivered:
-        print(f"failed, the prompt must be computed here: {result.why}")
+        print(f"decode: failed, the prompt must be computed here: {result.why}")
         return
     found = np.stack([layer[slots].reshape(-1, 2)[: len(PROMPT)] for layer in kv])
     right = found == [[attend(token, layer) for token in PROMPT] for layer in range(LAYERS)]
-    print(f"delivered, {right.all()} KV of {len(PROMPT)} tokens, and then {result.tokens}")
+    print(f"decode: delivered, {right.all()} KV of {len(PROMPT)} tokens, and then {result.tokens}")
 
 
 if __name__ == "__main__":

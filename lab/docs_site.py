@@ -41,6 +41,16 @@ EXAMPLES = "examples.md"
 SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deploy/*.yaml": "yaml"}
 """Files that are shown there, each as a block in its language."""
 
+SEARCH_BOOSTS = {
+    "troubleshooting.md": 4,
+    "faq.md": 2,
+    "decisions/": 0.1,
+    "changelog.md": 0.1,
+    "tried.md": 0.2,
+}
+"""What the search weighs more or less than other pages: who searches for a message wants a remedy
+before why something was built as it is."""
+
 FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,}) *(?P<words>[^`\n]*)$")
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 ITEM = re.compile(r"(?:[-*]|1\.) ")
@@ -83,6 +93,9 @@ def examples_page() -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     del config, files
     place = page.file.src_uri
+    for beginning, boost in SEARCH_BOOSTS.items():
+        if place.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     source = {site: path for path, site in ADOPTED.items()}.get(place, f"{DOCS}/{place}")
     return rewritten(markdown, lambda target: site_link(target, source, place))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
+
+
+def test_the_search_weighs_remedies_more_than_records_of_decisions(site: Path) -> None:
+    text = next((site / "search").glob("search_index.js*")).read_text(encoding="utf-8")
+    index = json.loads(text[text.index("{") : text.rindex("}") + 1])
+
+    boosts: dict[str, set[float]] = {}
+    for entry in index["docs"]:
+        kind = entry["location"].partition("/")[0].partition(".")[0]
+        boosts.setdefault(kind, set()).add(entry.get("boost", 1))
+
+    assert max(boosts["decisions"]) < 1 < min(boosts["troubleshooting"])
 
 
 @pytest.fixture(scope="module")

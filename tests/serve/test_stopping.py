@@ -147,7 +147,9 @@ def test_what_does_not_end_in_time_gets_an_error_and_ends(
 
         last = json.loads(said[-1].removeprefix("data: "))
         assert last["error"]["message"] == "the server stops, in the middle of the answer"
-        assert running.process.wait(timeout=SOON_S) == 0
+        # Who asks twice does not get an end in order, and is told so by the second signal's status.
+        ended = 0 if len(signals) == 1 else 128 + signals[-1]
+        assert running.process.wait(timeout=SOON_S) == ended
     reported = [json.loads(line) for line in log.read_text().splitlines()]
     assert not [each for each in reported if "exception" in each]
     assert "Traceback" not in log.read_text()

@@ -249,7 +249,7 @@ high_watermark = 0.1
 
 [[tiers]]
 name = "host"
-kind = "memory"
+kind = "memory"  # To try it. To serve: "host", shared memory that a GPU copies from directly.
 blocks = 8192
 """
 """A configuration to begin with: managed device blocks over one memory tier."""

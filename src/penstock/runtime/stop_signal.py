@@ -35,6 +35,8 @@ class StopSignal:
         """Whether one of the signals has come."""
         self.times = 0
         """How many have come: who asks twice does not want to wait."""
+        self.last = 0
+        """The number of the last one."""
         # Here, not on entering: there the signals before a wrong one would have been taken.
         self._signals = tuple(
             _require_signal(f"signals[{index}]", each)
@@ -58,8 +60,9 @@ class StopSignal:
         self._taken.close()
         self._taken = None
 
-    def _remember(self) -> None:
+    def _remember(self, number: int) -> None:
         self.stopping = True
+        self.last = number
         self.times += 1
 
 

@@ -277,17 +277,18 @@ def _stop_signal() -> StopSignal:
 def _end_at_once_if_asked_again(stop: StopSignal) -> None:
     """While instances end, which may take seconds, another signal ends the command at once.
 
-    The supervisor then ends everything that it started.
+    The supervisor then ends everything that it started. The status is that of a program which the
+    signal ended, as shells have it: answers may have been cut off.
     """
 
-    def end(_number: int, _frame: FrameType | None) -> None:
+    def end(number: int, _frame: FrameType | None) -> None:
         logging.shutdown()
-        os._exit(0)
+        os._exit(128 + number)
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, end)
     if stop.times > 1:
-        end(signal.SIGTERM, None)
+        end(stop.last, None)
 
 
 async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> None:

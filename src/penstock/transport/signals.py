@@ -41,13 +41,14 @@ class SignalDescriptor:
     """Readable from the first of its signals on; for the main thread."""
 
     def __init__(
-        self, signals: Iterable[int], on_signal: Callable[[], None] = lambda: None
+        self, signals: Iterable[int], on_signal: Callable[[int], None] = lambda _number: None
     ) -> None:
         """Takes the signals: until `close` they do nothing else.
 
         Args:
             signals: Their numbers.
-            on_signal: Called for each, in the main thread, when that executes Python again.
+            on_signal: Called with the number of each, in the main thread, when that executes
+                Python again.
 
         Raises:
             ValueError: this is not the main thread.
@@ -94,7 +95,7 @@ class SignalDescriptor:
         self._near.close()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self._on_signal()
+        self._on_signal(number)
         # Where the kernel has no filter, or Python tells an event loop, nothing did it before.
         with suppress(BlockingIOError):
             os.write(self._far.fileno(), bytes([number]))
