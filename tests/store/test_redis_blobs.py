@@ -419,8 +419,9 @@ def test_a_record_of_a_cluster_is_kept_when_a_replica_of_its_master_has_it(tmp_p
         redis_cli(replica, "CLUSTER", "MEET", "127.0.0.1", str(master.port))
         wait_for_slots(master, replica)
         redis_cli(replica, "CLUSTER", "REPLICATE", redis_cli(master, "CLUSTER", "MYID"))
-        pause = threading.Event()
+        pause, deadline = threading.Event(), time.monotonic() + SOON_S
         while "state=online" not in redis_cli(master, "INFO", "replication"):
+            assert time.monotonic() < deadline
             pause.wait(0.05)
         with open_blobs(master.url, cluster=True) as blobs:
             blobs.replace("a/record", b"1", timeout_s=SOON_S)
