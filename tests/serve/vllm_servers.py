@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from penstock.config.values import UNIX
+from penstock.config.addresses import UNIX
 from penstock.observe.router_metrics import RouterMetrics
 from penstock.serve.access_log import AccessLog
 from penstock.serve.guard import Guard

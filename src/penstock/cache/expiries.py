@@ -31,8 +31,8 @@ _GLANCE = 256
 class Expiries:
     """The times to live of nodes."""
 
-    def __init__(self) -> None:
-        self._until = np.full(0, NEVER)
+    def __init__(self, capacity: int = 0) -> None:
+        self._until = np.full(capacity, NEVER)
         """Node to the time that was given it last."""
         self._heap: list[tuple[float, int, NDArray[np.int32]]] = []
         """Nodes that got their time by one call; the number keeps arrays from being compared."""

@@ -16,12 +16,11 @@ from penstock.cli.serve import (
     HostOption,
     LogJsonOption,
     LogLevelOption,
+    serve_table,
     server_url,
     warn_of_openness,
 )
-from penstock.config.schema import LOG_LEVELS
-from penstock.config.values import ServeTable
-from penstock.errors import ConfigError, UnavailableError, install_hint, shown
+from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.logs import set_up_logs
 
 PORT = 8090
@@ -76,19 +75,14 @@ def show_dashboard(
         if times > 1:
             raise ConfigError("--metrics", f"has {url} twice, must have each server once")
     require_usable_options(api_key, api_key_file)
-    given = {
-        "host": host,
-        "api_key": api_key,
-        "api_key_file": api_key_file,
-        "allowed_hosts": allowed_hosts,
-        "log_level": log_level,
-        "log_json": log_json,
-    }
-    table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    if table.log_level not in LOG_LEVELS:
-        raise ConfigError(
-            "--log-level", f"is {shown(table.log_level)}, must be one of {', '.join(LOG_LEVELS)}"
-        )
+    table = serve_table(
+        host=host,
+        api_key=api_key,
+        api_key_file=api_key_file,
+        allowed_hosts=allowed_hosts,
+        log_level=log_level,
+        log_json=log_json,
+    )
     with listen(table.host, port) as bound:
         from penstock.serve.dashboard import run_dashboard  # noqa: PLC0415
 

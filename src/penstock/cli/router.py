@@ -18,12 +18,11 @@ from penstock.cli.serve import (
     LogLevelOption,
     PortOption,
     api_at,
+    serve_table,
     server_url,
     warn_of_openness,
 )
-from penstock.config.schema import LOG_LEVELS
-from penstock.config.values import ServeTable
-from penstock.errors import ConfigError, UnavailableError, install_hint, shown
+from penstock.errors import UnavailableError, install_hint
 from penstock.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -86,21 +85,16 @@ def route(  # noqa: PLR0913 - as many options as there are settings
         [server_url(each) for each in vllm_decode or ()],
     )
     require_usable_options(api_key, api_key_file)
-    given = {
-        "host": host,
-        "port": port,
-        "api_key": api_key,
-        "api_key_file": api_key_file,
-        "allowed_hosts": allowed_hosts,
-        "drain_s": drain_s,
-        "log_level": log_level,
-        "log_json": log_json,
-    }
-    table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    if table.log_level not in LOG_LEVELS:
-        raise ConfigError(
-            "--log-level", f"is {shown(table.log_level)}, must be one of {', '.join(LOG_LEVELS)}"
-        )
+    table = serve_table(
+        host=host,
+        port=port,
+        api_key=api_key,
+        api_key_file=api_key_file,
+        allowed_hosts=allowed_hosts,
+        drain_s=drain_s,
+        log_level=log_level,
+        log_json=log_json,
+    )
     with listen(table.host, table.port) as bound:
         from penstock.serve.vllm_app import RouterSettings, run_router  # noqa: PLC0415
 

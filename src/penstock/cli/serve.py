@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
-from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
-from penstock.errors import UnavailableError, install_hint
+from penstock.config.addresses import UNIX
+from penstock.config.schema import LOG_LEVELS
+from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, ServeTable
+from penstock.errors import ConfigError, UnavailableError, install_hint, shown
 from penstock.logs import set_up_logs
 from penstock.store.base import OPENING
 from penstock.store.embedded import STARTING
@@ -274,6 +276,20 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
             warn_of_openness(config.serve, key, on_command_line=options.api_key is not None)
         with StartProgress(config) as progress:
             run(config, progress, bound, api_key=key)
+
+
+def serve_table(**given: object) -> ServeTable:
+    """The settings of a command that serves HTTP without a file: options that were given.
+
+    Raises:
+        ConfigError: one of them is not usable.
+    """
+    table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    if table.log_level not in LOG_LEVELS:
+        raise ConfigError(
+            "--log-level", f"is {shown(table.log_level)}, must be one of {', '.join(LOG_LEVELS)}"
+        )
+    return table
 
 
 def warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> None:

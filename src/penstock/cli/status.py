@@ -19,7 +19,7 @@ import typer
 from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
-from penstock.config.values import UNIX, require_socket
+from penstock.config.addresses import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, shown
 from penstock.observe.live import RouterLive, ServerLive
 from penstock.observe.miss_reasons import MISS_ADVICE

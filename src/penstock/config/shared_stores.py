@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.config.addresses import PORT_MAX
 from penstock.errors import ConfigError
 from penstock.vocabulary.arguments import as_flag, as_float, as_int, as_seconds, as_text
 
@@ -28,7 +29,6 @@ SHOWN_MAX = 200
 SCHEMES = frozenset({"redis", "rediss", "unix", "s3", "gs", "az", "file"})
 PORT = 6_379
 SENTINEL_PORT = 26_379
-PORT_MAX = 65_535
 TTL_S_MAX = 10 * 365 * 86_400
 THREADS_MAX = 64
 DATABASE_MAX = 9_999

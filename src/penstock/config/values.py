@@ -29,11 +29,19 @@ import re
 from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from ipaddress import ip_address
 
 import msgspec
 
 from penstock.cache.settings import CacheSettings  # noqa: TC001
+from penstock.config.addresses import (
+    ANYWHERE,
+    UNIX,
+    port_range,
+    require_address,
+    require_host,
+    require_name,
+    require_socket,
+)
 from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
 from penstock.config.routing import EventsTable, RoutingTable  # noqa: TC001
 from penstock.config.salt import require_salt, salted_tenant
@@ -63,17 +71,10 @@ UNSIZED_BLOCKS = BLOCKS_MAX
 """The slots of a tier that is given a size in GiB, until it is known how large a block is."""
 
 LOOPBACK = "127.0.0.1"
-PORT_MAX = 65_535
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 """The environment variable that may hold the API key."""
-HOST_NAME_MAX = 253
-"""Characters, as DNS has it."""
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _RANKS = re.compile(r"(?P<first>\d{1,4})(-(?P<last>\d{1,4}))?", re.ASCII)
-_ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
-_ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 _SHARED_OPTIONS = {
     "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), 256.0),
@@ -259,105 +260,6 @@ class TierKind:
         return float(self.options.get("gib", 0))
 
 
-def require_address(key: str, address: str) -> tuple[str, int]:
-    """Host and port of an address that others dial.
-
-    Args:
-        key: what the setting is called.
-        address: the setting.
-
-    Raises:
-        ConfigError: it cannot be dialled.
-    """
-    found = _ADDRESS.fullmatch(address)
-    host, port = (found["host"], int(found["port"])) if found else ("", 0)
-    if host in {"", *_ANYWHERE} or not 1 <= port <= PORT_MAX:
-        raise ConfigError(
-            key,
-            f"is {address!r}, must be tcp://HOST:PORT, with a host that the others can dial and a "
-            f"port from 1 to {PORT_MAX}",
-        )
-    return host, port
-
-
-UNIX = "unix:"
-"""Before the path of a Unix socket, in the place of a host."""
-UNIX_PATH_MAX = 107
-"""The kernel takes no more."""
-
-
-def require_host(key: str, host: str) -> None:
-    """Refuses what is neither an IP address nor can be the name of a host.
-
-    Raises:
-        ConfigError: names `key`.
-    """
-    try:
-        ip_address(host)
-    except ValueError:
-        numeric = re.fullmatch(r"[0-9.]*", host) is not None or ":" in host
-        if numeric or len(host) > HOST_NAME_MAX or _HOST_NAME.fullmatch(host) is None:
-            raise ConfigError(
-                key,
-                f"is {host!r}, must be an address to listen on, such as '127.0.0.1', '0.0.0.0' or "
-                "'::1', or the name of this host",
-            ) from None
-
-
-def require_name(key: str, name: str) -> None:
-    """Refuses what cannot be the name of a host.
-
-    Raises:
-        ConfigError: names `key`.
-    """
-    if len(name) > HOST_NAME_MAX or _HOST_NAME.fullmatch(name) is None:
-        raise ConfigError(
-            key,
-            f"has {name!r}, must have names of hosts without scheme and port, separated by commas, "
-            "such as 'llm.example.com'",
-        )
-
-
-def require_socket(key: str, host: str) -> None:
-    """Refuses what is not `unix:` and the absolute path of a socket.
-
-    Raises:
-        ConfigError: names `key`.
-    """
-    path = host.removeprefix(UNIX)
-    # Before it is encoded: what is no text cannot be.
-    is_path = re.match("/[^/]", path) is not None and path.isprintable()
-    if not host.startswith(UNIX) or not is_path or len(path.encode()) > UNIX_PATH_MAX:
-        raise ConfigError(
-            key,
-            f"is {host!r}, must be {UNIX} and the absolute path of a socket of at most "
-            f"{UNIX_PATH_MAX} bytes",
-        )
-
-
-def port_range(ports: str) -> range:
-    """The ports that a process may listen on; empty: any.
-
-    Raises:
-        ConfigError: it is neither a port nor a range of them.
-    """
-    first, dash, last = ports.partition("-")
-    texts = (first, last) if dash else (first, first)
-    if not all(text.isascii() and text.isdecimal() and len(text) <= 5 for text in texts):
-        low, high = -1, -1
-    else:
-        low, high = (int(text) for text in texts)
-    if (low, high) == (0, 0):
-        return range(0)
-    if not 1 <= low <= high <= PORT_MAX:
-        raise ConfigError(
-            "serve.ports",
-            f"is {ports!r}, must be '0' for any, a port, or a range of ports from 1 to "
-            f"{PORT_MAX} such as '5200-5299'",
-        )
-    return range(low, high + 1)
-
-
 def rank_range(given: str) -> range:
     """The ranks that `engine.ranks_here` names; none if it is empty.
 
@@ -459,7 +361,7 @@ class EngineTable:
             )
         if self.handoff_host:
             require_host("engine.handoff_host", self.handoff_host)
-            if self.handoff_host in _ANYWHERE or self.handoff_host == "::":
+            if self.handoff_host in ANYWHERE or self.handoff_host == "::":
                 raise ConfigError(
                     "engine.handoff_host",
                     f"is {self.handoff_host!r}, must be a host that other machines can dial",

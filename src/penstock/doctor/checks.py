@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.config.addresses import UNIX, port_range
 from penstock.config.shared_stores import (
     CLIENT_SETTINGS,
     MASTER,
@@ -31,7 +32,7 @@ from penstock.config.shared_stores import (
     ObjectSettings,
     RedisSettings,
 )
-from penstock.config.values import UNIX, EngineTable, ServeTable, port_range, rank_range
+from penstock.config.values import EngineTable, ServeTable, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
 from penstock.errors import install_hint
 from penstock.tiers.linux_memory import (

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import penstock
-from penstock.config.values import port_range
+from penstock.config.addresses import port_range
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.engine import Engine, EnginePaused, LocalWorkers

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.values import AUTO, NIXL, HandoffTable, port_range
+from penstock.config.addresses import port_range
+from penstock.config.values import AUTO, NIXL, HandoffTable
 from penstock.engine.defaults import handoff_settings
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec

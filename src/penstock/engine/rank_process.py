@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 import penstock
-from penstock.config.values import port_range
+from penstock.config.addresses import port_range
 from penstock.engine.handoffs import RankHandoffs
 from penstock.engine.life_report import WRONG_SETTING, report_problem, report_ready
 from penstock.engine.peers import peers_of

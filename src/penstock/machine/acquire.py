@@ -68,6 +68,24 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     table[:matched][here] = held
     arriving = (~here).nonzero()[0]
     table[arriving], table[matched:] = slots[: len(arriving)], slots[len(arriving) :]
+    lease = _new_lease(books, event, tenant, table, matched, miss)
+    _use(books, found, event, now)
+    _rejoin(device, found.nodes[here], held)
+    _bring(books, lease, found, arriving, event, now)
+    _share_loads(books, lease, held)
+    if event.search_until is not None and _may_be_elsewhere(books, event, matched, miss):
+        books.searches[lease.id] = event
+    if lease.waiting or lease.id in books.searches:
+        lease.move(LeaseMove.LOAD)
+    if event.store and matched < len(event.keys):
+        books.aim(lease, event.keys[matched])
+    books.counters.tokens_computed_instead += recomputed * block_tokens
+    _account(books, lease, found, miss, event, now)
+
+
+def _new_lease(
+    books: Books, event: Acquire, tenant: int, table: NDArray[np.int32], matched: int, miss: Miss
+) -> LeaseRecord:
     lease = LeaseRecord(
         id=LeaseId(books.lease_next),
         request=event.request,
@@ -75,7 +93,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         era=books.era,
         table=table,
         matched_blocks=matched,
-        token_count=matched * block_tokens,
+        token_count=matched * books.settings.block_tokens,
         published_blocks=matched,
         tail_key=event.keys[matched - 1] if matched else None,
         frontier=None,
@@ -89,18 +107,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     )
     books.lease_next += 1
     books.leases[lease.id] = lease
-    _use(books, found, event, now)
-    _rejoin(device, found.nodes[here], held)
-    _bring(books, lease, found, arriving, event, now)
-    _share_loads(books, lease, held)
-    if event.search_until is not None and _may_be_elsewhere(books, event, matched, miss):
-        books.searches[lease.id] = event
-    if lease.waiting or lease.id in books.searches:
-        lease.move(LeaseMove.LOAD)
-    if event.store and matched < len(event.keys):
-        books.aim(lease, event.keys[matched])
-    books.counters.tokens_computed_instead += recomputed * block_tokens
-    _account(books, lease, found, miss, event, now)
+    return lease
 
 
 def _check_acquire(books: Books, event: Acquire) -> None:

@@ -265,8 +265,7 @@ class Books:
         """How often an engine that offloads showed a block that had not earned its place."""
         self.backlogs = {tier.index: Backlog() for tier in self._lower if tier.settings.stored}
         """By the index of a stored tier: what it missed while it was off."""
-        self.expiries = Expiries()
-        self.expiries.resize(self.nodes.capacity)
+        self.expiries = Expiries(self.nodes.capacity)
         self._tenants_max = _TENANTS_MIN
         """With more tenants than this, those without blocks are forgotten."""
         self._tenants_free: list[int] = []

@@ -89,9 +89,8 @@ class Cache(BaseCache):
             keep_tokens: Blocks after so many leading tokens are let go at its end; 0: it is over.
             load_timeout_s: Blocks that have not arrived by then are computed instead.
             search_s: How long the lease is `LOADING`, at most, until a store has said which blocks
-                it has that are not known here. By default twice the `ask_ms` of a shared store, a
-                second for a disk that has not listed its blocks, and otherwise nothing is asked; 0:
-                never, as after a `prefetch`.
+                it has. 0: it is not asked, as after a `prefetch`. By default twice the `ask_ms` of
+                a shared store, and a second for a disk that has not listed its blocks.
 
         Raises:
             NeverFitsError: the device has fewer blocks than the prompt needs.
@@ -102,7 +101,7 @@ class Cache(BaseCache):
         prompt, items = as_token_array(tokens).copy(), _as_items(items)
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(prompt, items)
-        event = ev.Acquire(
+        wishes = ev.Acquire(
             request=as_text("request", request) or f"request-{self._request_next}",
             keys=chain.keys,
             token_count=chain.token_count,
@@ -119,12 +118,15 @@ class Cache(BaseCache):
             search_until=self._search_end(search_s, chain.block_count),
         )
         with self._access:
-            self._memory.require_awake()
-            effects = self._driver.acquire(event)
-            self._deliver(effects)
-            granted = ef.answer(effects, ef.Granted)
+            granted = self._grant(wishes)
             self._request_next += not request
-            return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
+            return Lease(self._driver, self._leases, granted, wishes.request, prompt, items, chain)
+
+    def _grant(self, wishes: ev.Acquire) -> ef.Granted:
+        self._memory.require_awake()
+        effects = self._driver.acquire(wishes)
+        self._deliver(effects)
+        return ef.answer(effects, ef.Granted)
 
     def _keep_blocks(self, keep_tokens: int | None) -> int | None:
         if keep_tokens is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from penstock.config import Config, parse_config
+from penstock.config.addresses import PORT_MAX
 from penstock.config.values import (
     LOOPBACK,
     STORED_KINDS,
@@ -58,7 +59,6 @@ _NAMES = {
     InstanceRole.DECODE: "decode",
 }
 """How instances are named, before their number."""
-PORT_MAX = 65_535
 TableT = TypeVar("TableT", EngineTable, ServeTable)
 
 

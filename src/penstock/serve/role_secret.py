@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.values import require_address
+from penstock.config.addresses import require_address
 from penstock.errors import ConfigError, UnavailableError
 from penstock.transport.machine_keys import MachineKeys, is_local, read_private
 from penstock.transport.zmq_link import SECRET_BYTES_MIN

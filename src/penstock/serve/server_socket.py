@@ -16,7 +16,7 @@ import socket
 import stat
 from contextlib import suppress
 
-from penstock.config.values import UNIX
+from penstock.config.addresses import UNIX
 from penstock.errors import UnavailableError
 
 logger = logging.getLogger(__name__)

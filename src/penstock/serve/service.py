@@ -24,7 +24,7 @@ import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.config.values import port_range
+from penstock.config.addresses import port_range
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
