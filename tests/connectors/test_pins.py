@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.connectors.base.pins import Pins
+from penstock.vocabulary.ids import OperationId
 
 
 @pytest.mark.parametrize(("blocks", "limit"), [(1, 0), (19, 0), (20, 1), (39, 1), (40, 2)])
@@ -33,3 +34,16 @@ def test_where_nothing_can_be_pinned_what_a_request_leaves_behind_is_given_up(
     engine.worker.after_forward(reported)
     engine.step()
     assert engine.scheduler.find_tokens(make_request("same", list(range(100, 126))), 0) == 0
+
+
+def test_blocks_stay_pinned_until_the_last_of_their_copies_has_settled(make_pool: Any) -> None:
+    pool = make_pool(40)
+    pins = Pins(pool)
+    first, last = (OperationId(incarnation=1, epoch=0, sequence=number) for number in (1, 2))
+
+    pins.add([3, 4], [first, last])
+    pins.settled(first)
+
+    assert (pins.count, pool.pinned) == (2, 2)
+    pins.settled(last)
+    assert (pins.count, pool.pinned) == (0, 0)

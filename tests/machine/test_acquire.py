@@ -408,3 +408,14 @@ def test_a_lease_that_waits_cannot_compute(make_driver: MakeDriver) -> None:
             driver.handle(event)
 
     assert driver.machine.freeze() == before
+
+
+def test_what_a_refused_request_had_matched_may_leave_for_another(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=6, pin_share=0.5)
+    driver.store("xy", "ab")
+    driver.pin("xy")
+
+    with pytest.raises(CapacityError):
+        driver.acquire("abcd")
+
+    assert len(driver.acquire("klm").table) == 4

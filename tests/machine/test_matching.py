@@ -405,3 +405,13 @@ def test_a_gap_ends_what_is_found_whatever_lies_behind_it(make_driver: MakeDrive
     found = find(driver.books, driver.keys("abc"), deepest=3)
 
     assert found.source.tolist() == [0]
+
+
+def test_blocks_in_another_form_are_remembered_up_to_a_bound(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=8, departed_count=2)
+
+    for prompt in "abcd":
+        driver.discover(1, prompt, foreign=True)
+
+    reasons = [driver.acquire(prompt).miss.reason for prompt in "abcd"]
+    assert reasons == [MissReason.NEVER_SEEN] * 2 + [MissReason.FORM] * 2

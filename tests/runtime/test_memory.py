@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.tiers.linux_memory import MEMINFO
 
 if TYPE_CHECKING:
     from penstock.runtime.lease import Lease
@@ -113,6 +114,23 @@ def test_a_tier_can_have_its_size_again() -> None:
             store(cache, prompt * 1000, 16)
 
         assert cache.statistics().tiers[1].ready == 64
+        cache.audit()
+
+
+def test_a_tier_does_not_grow_into_memory_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as cache:
+        cache.resize_tier("host", blocks=16)
+        monkeypatch.setattr(
+            "penstock.runtime.memory.read_text",
+            lambda path: "MemAvailable: 1024 kB\n" if path == MEMINFO else "",
+        )
+
+        with pytest.raises(ConfigError, match=r"host.gib: needs 48.* MiB, must be at most the 1.0"):
+            cache.resize_tier("host", blocks=64)
+
+        assert cache.statistics().tiers[1].slots == 16
         cache.audit()
 
 

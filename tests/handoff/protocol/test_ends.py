@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from penstock.errors import CapacityError, UnavailableError
@@ -214,6 +215,19 @@ def test_p23_beyond_the_bound_a_submit_is_refused_and_changes_nothing(
         world.parties["P"].submit("c", 0.0)
 
     assert (world.parties["D"].freeze(), world.parties["P"].freeze()) == before
+
+
+def test_p23_a_rank_collects_no_more_handoffs_than_the_bound(make_world: type[World]) -> None:
+    world = make_world(bounds=replace(SMALL, handoff_count_max=2))
+    for handoff in ("a", "b"):
+        world.submit_decode(handoff)
+    expect = next(m for m in world.wire if isinstance(m, msg.Expect))
+    world.run()
+
+    world.do("d0", lambda d: d.receive(msgspec.structs.replace(expect, handoff="c"), 0.0))
+
+    assert sorted(handoff for handoff, _ in world.parties["d0"].collections) == ["a", "b"]
+    assert world.parties["d0"].statistics().counts["refused: too many handoffs"] == 1
 
 
 def test_p23_parked_claims_and_questions_are_bounded(make_world: type[World]) -> None:

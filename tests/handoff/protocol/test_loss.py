@@ -317,6 +317,29 @@ def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on
     world.check_over()
 
 
+def test_p6_a_stop_of_an_earlier_epoch_does_not_end_a_later_claim(
+    make_world: type[World],
+) -> None:
+    world = make_world(2, 2)
+    said = withdrawn(world)
+    claim = next(m for m in said if isinstance(m, msg.Claim) and m.target.name == "p1")
+    late = msg.Stop(sender=claim.sender, target=claim.target, handoff="h", epoch=1)
+    world.submit_decode(epoch=2)
+    world.run()
+    wanted = world.parties["p1"].statistics().wants
+    assert wanted > 0
+
+    world.do("p1", lambda p: p.receive(late, 0.0))
+
+    assert world.parties["p1"].statistics().wants == wanted
+    world.do("p1", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
+    assert world.posted, "what was computed is written without being claimed again"
+    world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
+    world.run()
+    assert world.outcome("D") == ["withdrawn", "delivered"]
+    world.check_over()
+
+
 def test_p6_an_epoch_is_not_used_twice(make_world: type[World]) -> None:
     world = make_world(2, 2)
     withdrawn(world)
