@@ -2,7 +2,7 @@
 
 Nothing is set that the page does not set, but for where the model lies, ports that are free, and
 that vLLM reports nothing home. Servers on a processor without bfloat16 get the option that the page
-names for it.
+names for it; those that hand prompts over compile nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from processes import END_S, ENGINE_S, ends, kill_session, run_to_the_end, sessi
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.vllm
 
@@ -35,6 +36,8 @@ PAIR = re.compile(r"^## Prefill and decode$(?P<text>.*?)^## ", re.S | re.M)
 PORTS = ("8000", "8100", "8200")
 """Of the router, the prefill server and the decode server."""
 READY = "Application startup complete"
+START_S = 2 * ENGINE_S
+"""Two servers start at once."""
 UP = "up: 1 of 1 prefill servers, 1 of 1 decode servers"
 BLOCK = re.compile(r"^```(?P<fence>\w+)(?P<words>[^\n]*)\n(?P<text>.*?)^```$", re.S | re.M)
 FILE = re.compile(r"file=(?P<name>\S+)")
@@ -87,45 +90,58 @@ def test_the_page_leads_to_a_hit_after_eviction(
     assert promised in printed, printed[-4000:]
 
 
-@contextmanager
-def started(command: str, folder: Path, *, until: str) -> Iterator[list[str]]:
-    """A command of the page that goes on, from the line that says that it is ready."""
-    process = subprocess.Popen(
-        ["bash", "-c", f"cd {folder} && exec {command}"],
-        env=as_on_the_page(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Whatever it starts is in its session.
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    printed: list[str] = []
-    is_ready = threading.Event()
+class Running:
+    """A command of the page that goes on until it is ended."""
 
-    def listen() -> None:
-        for line in process.stdout or ():
-            printed.append(line)
-            if until in line:
-                is_ready.set()
+    def __init__(self, command: str, folder: Path, *, ready: str) -> None:
+        """Starts it; `ready` is in the line that says that it is."""
+        self._process = subprocess.Popen(
+            ["bash", "-c", f"cd {folder} && exec {command}"],
+            # What torch compiles for a model takes minutes of a small machine.
+            env={**as_on_the_page(), "TORCH_COMPILE_DISABLE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Whatever it starts is in its session.
+            start_new_session=True,
+        )
+        self._printed: list[str] = []
+        self._is_ready = threading.Event()
+        # It goes on talking, and somebody must listen.
+        self._listening = threading.Thread(target=self._listen, args=(ready,))
+        self._listening.start()
+
+    def _listen(self, ready: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._printed.append(line)
+            if ready in line:
+                self._is_ready.set()
         # It has ended: nobody need wait for it.
-        is_ready.set()
+        self._is_ready.set()
 
-    # It goes on talking, and somebody must listen.
-    listening = threading.Thread(target=listen)
-    listening.start()
-    try:
-        assert is_ready.wait(ENGINE_S)
-        assert process.poll() is None, "".join(printed)[-6000:]
-        yield printed
-        process.terminate()
-        process.wait(END_S)
-        assert all(ends(pid) for pid in session_of(process.pid))
-    finally:
-        kill_session(process.pid)
-        listening.join()
-        process.stdout.close()
-        process.wait(END_S)
+    @property
+    def printed(self) -> str:
+        """The last of what it has said."""
+        return "".join(self._printed)[-6000:]
+
+    def wait_ready(self) -> None:
+        is_ready = self._is_ready.wait(START_S)
+        assert is_ready, self.printed
+        assert self._process.poll() is None, self.printed
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(END_S)
+        assert all(ends(pid) for pid in session_of(self._process.pid))
+
+    def kill(self) -> None:
+        """Leaves nothing behind, however it has ended."""
+        kill_session(self._process.pid)
+        self._listening.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait(END_S)
 
 
 def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
@@ -153,16 +169,24 @@ def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
         shell = ["bash", "-c", f"cd {tmp_path} && {command}"]
         status, said = run_to_the_end(shell, as_on_the_page())
         assert status == 0, said[-4000:]
-    with ExitStack() as running:
-        for server in (prefill, decode):
-            running.enter_context(started(server, tmp_path, until=READY))
-        running.enter_context(started(router, tmp_path, until=UP))
+    with ExitStack() as left:
+        servers = [Running(command, tmp_path, ready=READY) for command in (prefill, decode)]
+        for server in servers:
+            left.callback(server.kill)
+        for server in servers:
+            server.wait_ready()
+        routing = Running(router, tmp_path, ready=UP)
+        left.callback(routing.kill)
+        routing.wait_ready()
         answer = complete(ports["8000"])
-        received = counted(ports["8200"], "prompts_received")
+        ended = ended_handoffs(ports["8200"])
+        said = "".join(each.printed for each in (routing, *servers))
+        for each in (routing, *servers):
+            each.end()
 
     assert len(prepare) == 2
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
-    assert received == 1
+    assert ended == {"prompts_received": 1, "prompts_not_received": 0}, said
 
 
 PROMPT = [10 + (7 * each) % 1000 for each in range(300)]
@@ -179,6 +203,15 @@ def complete(port: int) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=ENGINE_S) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
+
+
+def ended_handoffs(port: int) -> dict[str, float]:
+    """How handoffs have ended, when one has: the page shows it a moment after the answer."""
+    deadline = time.monotonic() + END_S
+    while True:
+        found = {name: counted(port, name) for name in ("prompts_received", "prompts_not_received")}
+        if sum(found.values()) or time.monotonic() > deadline:
+            return found
 
 
 def counted(port: int, name: str) -> float:
