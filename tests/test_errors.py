@@ -14,7 +14,13 @@ from penstock.errors import (
     NeverFitsError,
     PeerError,
     PenstockError,
+    counted,
 )
+
+
+def test_a_number_has_its_noun_in_the_singular_where_it_is_one() -> None:
+    assert [counted(n, "block") for n in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]
+    assert [counted(n, "copy", "copies") for n in (1, 2)] == ["1 copy", "2 copies"]
 
 
 @pytest.mark.parametrize(

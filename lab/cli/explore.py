@@ -11,6 +11,7 @@ from lab.explore import Bounds, Result
 from lab.worlds.fleets import EXPLORED, AnyWorld
 from penstock import __version__
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.errors import counted
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -104,5 +105,6 @@ def _show_sum(results: list[Result]) -> None:
     seconds = sum(result.seconds for result in results)
     found = f"{findings} with findings" if findings else "nothing was found"
     print(
-        f"{len(results)} worlds, {exhausted} exhausted, {states} states, {seconds:.1f} s: {found}"
+        f"{counted(len(results), 'world')}, {exhausted} exhausted, {counted(states, 'state')}, "
+        f"{seconds:.1f} s: {found}"
     )

@@ -25,6 +25,7 @@ from penstock.cli.conventions import (
     chosen_seeds,
     write_json,
 )
+from penstock.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ def _tell(scenario: Scenario, seed: int) -> None:
         failure = failure_of(seed, error)
         print(f"seed {seed} failed: {failure.checker}: {error} ({failure.where})")
         raise typer.Exit(ExitStatus.FINDING) from None
-    print(f"seed {seed}: {world.events.total()} events, nothing was found")
+    print(f"seed {seed}: {counted(world.events.total(), 'event')}, nothing was found")
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class CapacityError(PenstockError):
         self.available = available
 
     def _describe(self, tier: str, wanted: int, available: int) -> str:
-        return f"tier {tier!r} can give {available} slots, {wanted} were wanted"
+        return f"tier {tier!r} can give {counted(available, 'slot')}, wanted: {wanted}"
 
 
 class NeverFitsError(CapacityError):
@@ -72,9 +72,8 @@ class NeverFitsError(CapacityError):
     never = True
 
     def _describe(self, tier: str, wanted: int, available: int) -> str:
-        return (
-            f"tier {tier!r} can never give {wanted} slots: a request can have at most {available}"
-        )
+        slots = counted(wanted, "slot")
+        return f"tier {tier!r} can never give {slots}: a request can have at most {available}"
 
 
 class ConfigError(PenstockError, ValueError):
@@ -129,8 +128,8 @@ def install_hint(extras: str) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: 1 block, 2 blocks, 1,000 blocks."""
-    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+    """A number with its noun: 1 block, 2 blocks."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 SHOWN_CHARACTERS = 120

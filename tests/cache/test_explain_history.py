@@ -14,7 +14,7 @@ def test_a_block_tells_what_happened_to_it_oldest_first() -> None:
 
     assert story == (
         "0.500000 published cause=request 1 [2 blocks]",
-        "1.500000 evicted cause=request 2 [1 blocks] from device",
+        "1.500000 evicted cause=request 2 [1 block] from device",
     )
 
 
@@ -27,7 +27,7 @@ def test_a_request_tells_what_it_caused() -> None:
     story = history.of_request("request 1")
 
     assert story == (
-        "0.000000 acquired cause=request 1 [1 blocks]",
+        "0.000000 acquired cause=request 1 [1 block]",
         "1.000000 released cause=request 1",
     )
 

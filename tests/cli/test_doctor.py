@@ -33,7 +33,7 @@ def test_a_fit_machine_ends_with_status_zero(
     assert status == 0, shown
     assert "tier 'disk'" in shown
     assert "\x1b" not in shown
-    assert shown.splitlines()[-1].endswith("0 problem")
+    assert shown.splitlines()[-1].endswith("0 problems")
 
 
 def test_a_problem_ends_with_status_one_and_its_remedy(

@@ -62,7 +62,7 @@ def test_inspect_prints_segments_spaces_and_ages(
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert status == 0
-    assert lines[0].startswith(f"{folder}: 1 segments, 2 blocks; 0.0 MiB live, 0.0 MiB dead")
+    assert lines[0].startswith(f"{folder}: 1 segment, 2 blocks; 0.0 MiB live, 0.0 MiB dead")
     assert any(line.startswith("00000000.segment  1    0123456789abcdef") for line in lines)
     assert any(line.startswith(SPACE.name.hex() + "  3           2") for line in lines)
     assert f"  {'1 minute':<10}  {0:>8}" in lines

@@ -44,7 +44,7 @@ def test_every_rank_gets_the_memory_of_the_first(engine: str) -> None:
 def test_nobody_waits_for_a_rank_that_does_not_come(engine: str) -> None:
     host = ArenaServer(engine, peers=1)
 
-    with pytest.raises(UnavailableError, match="0 of 1 ranks"):
+    with pytest.raises(UnavailableError, match="0 of 1 rank"):
         host.hand_out({}, timeout_s=0.01)
     with pytest.raises(UnavailableError, match="does not share"):
         fetch_arenas(engine, timeout_s=0.01)

@@ -184,7 +184,7 @@ def test_each_row_needs_a_wish() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, must be from 0.01 to 100"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
-        ({"logit_bias": ((1, 101.0),)}, "logit_bias has 1 tokens"),
+        ({"logit_bias": ((1, 101.0),)}, "logit_bias has 1 token"),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, float], reported: str) -> None:

@@ -453,8 +453,8 @@ def test_a_block_discovered_without_the_one_it_follows_waits_for_it(
         ({"slots": np.array([5, 8], np.int32)}, "slot 8 is outside of tier 'host'"),
         ({"slots": np.array([5, -1], np.int32)}, "slot -1 is outside of tier 'host'"),
         ({"slots": np.array([5, 5], np.int32)}, "occurs twice"),
-        ({"slots": np.array([5], np.int32)}, "2 keys, 2 parents and 1 slots"),
-        ({"parents": [None]}, "2 keys, 1 parents and 2 slots"),
+        ({"slots": np.array([5], np.int32)}, "2 keys, 2 parents and 1 slot"),
+        ({"parents": [None]}, "2 keys, 1 parent and 2 slots"),
     ],
 )
 def test_a_discovery_that_makes_no_sense_changes_nothing(

@@ -291,9 +291,9 @@ def test_a_block_nobody_will_publish_does_not_count_as_filling(make_driver: Make
     [
         (7, 3, "token_count is 7: lease 1 has 2 tokens and room for 6"),
         (1, 0, "token_count is 1"),
-        (4, 0, "0 keys for 1 blocks that are full now"),
-        (4, 2, "2 keys for 1 blocks"),
-        (5, 3, "3 keys for 1 blocks"),
+        (4, 0, "0 keys for 1 block full now"),
+        (4, 2, "2 keys for 1 block"),
+        (5, 3, "3 keys for 1 block"),
     ],
 )
 def test_a_commit_that_makes_no_sense_changes_nothing(

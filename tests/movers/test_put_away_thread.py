@@ -150,7 +150,7 @@ def test_wrong_arguments_are_refused_before_anything_is_submitted(parts: Parts) 
         parts.submit([6, 1], parts.memory[1:])
     with pytest.raises(ValueError, match="memory has"):
         parts.submit([6, 1], np.repeat(parts.memory, 2)[::2])
-    with pytest.raises(ValueError, match="1 slots and 2 keys, must be as many"):
+    with pytest.raises(ValueError, match="1 slot and 2 keys, must be as many"):
         parts.submit([6])
     with pytest.raises(ValueError, match="sums have 8 bytes, must have"):
         parts.thread.submit(parts.packing, parts.memory, KEYS, b"8 bytes.", (6, 1))

@@ -268,7 +268,7 @@ def test_everything_says_what_it_is(make_fleet: MakeFleet) -> None:
     assert repr(lease) == (
         "<penstock.Lease 1 of 'ann': READY, 0 tokens computed, 0 of them cached, 2 blocks>"
     )
-    assert repr(pin) == "<penstock.Pin 1: 1 blocks, pinned>"
+    assert repr(pin) == "<penstock.Pin 1: 1 block, pinned>"
     lease.release()
     pin.unpin()
     cache.close()

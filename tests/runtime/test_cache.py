@@ -415,7 +415,7 @@ def test_more_than_the_share_for_pins_is_refused(make_engine: MakeEngine) -> Non
     with pytest.raises(NeverFitsError, match=r"'device' can never give 3 slots.* at most 2"):
         engine.cache.pin(tokens(12))
     engine.cache.pin(tokens(4))
-    with pytest.raises(CapacityError, match="'device' can give 1 slots, 2 were wanted") as refused:
+    with pytest.raises(CapacityError, match="'device' can give 1 slot, wanted: 2") as refused:
         engine.cache.pin(tokens(8, 500))
 
     assert not refused.value.never

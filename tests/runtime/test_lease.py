@@ -173,7 +173,7 @@ def test_a_lease_that_cannot_grow_is_as_it_was(engine: Engine) -> None:
         engine.run(lease, prompt)
         before = lease.block_table.tolist()
 
-        with pytest.raises(CapacityError, match="'device' can give 0 slots, 1 were wanted"):
+        with pytest.raises(CapacityError, match="'device' can give 0 slots, wanted: 1"):
             lease.grow(21)
 
         assert lease.block_table.tolist() == before

@@ -154,7 +154,7 @@ def test_a_plan_says_for_which_life_of_every_rank_it_is() -> None:
 def test_a_plan_for_fewer_ranks_is_refused() -> None:
     rank = Engine().ranks[1]
 
-    with pytest.raises(PeerError, match="is for 1 ranks, must be for at least 2"):
+    with pytest.raises(PeerError, match="is for 1 rank, must be for at least 2"):
         rank.take(encode_plan(Plan(7, 1, [], [], lives=[rank.facts.life])))
 
 

@@ -21,7 +21,7 @@ def test_a_prompt_that_fits_but_not_now_is_told_apart_from_one_that_never_does(
 ) -> None:
     lease = engine.cache.acquire(tokens(20))
 
-    with pytest.raises(CapacityError, match="'device' can give 3 slots, 8 were wanted") as refused:
+    with pytest.raises(CapacityError, match="'device' can give 3 slots, wanted: 8") as refused:
         engine.cache.acquire(tokens(32, 500))
 
     assert not refused.value.never

@@ -84,12 +84,12 @@ def test_a_wait_ends_with_an_error_and_the_health_says_why() -> None:
     offload.step()
     began = time.monotonic()
 
-    with pytest.raises(UnavailableError, match=r"the device has ended none of 1 copies for 0\.2 s"):
+    with pytest.raises(UnavailableError, match=r"the device has ended none of 1 copy for 0\.2 s"):
         offload.wait(time.monotonic() + 1200)
 
     assert time.monotonic() - began < 600
     (reason,) = offload.health().reasons
-    assert reason.startswith("the device is stuck: the device has ended none of 1 copies")
+    assert reason.startswith("the device is stuck: the device has ended none of 1 copy")
 
 
 def test_short_waits_add_up() -> None:
@@ -148,7 +148,7 @@ def test_a_rank_whose_device_is_stuck_ends_and_says_so(caplog: pytest.LogCapture
     assert plan is not None
     rank.take(plan)
 
-    with pytest.raises(UnavailableError, match="the device has ended none of 1 copies"):
+    with pytest.raises(UnavailableError, match="the device has ended none of 1 copy"):
         rank.wait(time.monotonic() + 60)
     drained = rank.close(timeout_s=0.1)
 

@@ -221,7 +221,7 @@ def test_more_ranks_than_gpus_are_refused(
     with pytest.raises(ConfigError) as refused:
         settled(model_folder, device="cuda", prefill_tp=2, decode_tp=1)
 
-    assert str(refused.value) == "engine.device: is 'cuda' for 2 ranks, and torch sees 1 GPUs"
+    assert str(refused.value) == "engine.device: is 'cuda' for 2 ranks, and torch sees 1 GPU"
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(

@@ -160,5 +160,5 @@ def test_a_copy_needs_equal_cells_and_as_many_blocks() -> None:
 
     with pytest.raises(ValueError, match="their forms differ"):
         copy_blocks(source, other)
-    with pytest.raises(ValueError, match="source has 1 blocks, target 0"):
+    with pytest.raises(ValueError, match="source has 1 block, target 0"):
         copy_blocks(source, fewer)

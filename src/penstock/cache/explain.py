@@ -13,6 +13,8 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.errors import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -143,7 +145,7 @@ class Happening(NamedTuple):
     detail: str
 
     def __str__(self) -> str:
-        keys = f" [{len(self.keys)} blocks]" if self.keys else ""
+        keys = f" [{counted(len(self.keys), 'block')}]" if self.keys else ""
         detail = f" {self.detail}" if self.detail else ""
         return f"{self.at:.6f} {self.what} cause={self.cause}{keys}{detail}"
 

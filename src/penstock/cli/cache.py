@@ -20,7 +20,7 @@ import typer
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.serve import ApiKeyFileOption
 from penstock.cli.status import LiveUrlArgument, live_client
-from penstock.errors import shown
+from penstock.errors import counted, shown
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -174,7 +174,7 @@ def _text_in(path: Path, option: str) -> str:
 
 def _tell_pin(json: Path | None, done: dict[str, Any], verb: str) -> None:
     rows = [
-        f"{instance}: {verb} {blocks} {'block' if blocks == 1 else 'blocks'}"
+        f"{instance}: {verb} {counted(blocks, 'block')}"
         + (f", {done['cached'][instance]} of them cached now" if verb == "pinned" else "")
         for instance, blocks in done["blocks"].items()
     ]

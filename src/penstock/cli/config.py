@@ -17,7 +17,7 @@ from penstock.cli.conventions import ConfigOption
 from penstock.config import STARTER_TOML, load_config, parse_config
 from penstock.config.values import NOT_PERSISTED
 from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE, ROLES
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -53,11 +53,12 @@ def show(config: ConfigOption = None) -> None:
 
 def _described(config: Config) -> str:
     device = config.cache.device
-    parts = [f"{device.slot_count} device blocks" if device else "the engine's own device blocks"]
+    own = "the engine's own device blocks"
+    parts = [counted(device.slot_count, "device block") if device else own]
     for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
-        size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
+        size = f"{kind.gib:g} GiB" if kind.gib else counted(tier.slot_count, "block")
         parts.append(f"{tier.name} ({kind.name}, {size})")
-    return f"{config.cache.block_tokens} tokens a block; {' → '.join(parts)}"
+    return f"{counted(config.cache.block_tokens, 'token')} a block; {' → '.join(parts)}"
 
 
 VllmRole = Annotated[

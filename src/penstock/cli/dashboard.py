@@ -20,7 +20,7 @@ from penstock.cli.serve import (
     server_url,
     warn_of_openness,
 )
-from penstock.errors import ConfigError, UnavailableError, install_hint
+from penstock.errors import ConfigError, UnavailableError, counted, install_hint
 from penstock.logs import set_up_logs
 
 PORT = 8090
@@ -89,7 +89,7 @@ def show_dashboard(
         set_up_logs(table.log_level, as_json=table.log_json)
         key = find_key(table)
         warn_of_openness(table, key, on_command_line=api_key is not None)
-        servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"
+        servers = counted(len(urls), "server")
         print(f"penstock: dashboard of {servers} at {address_of(bound)}/", flush=True)
         run_dashboard(urls, bound, Guard(key, read_hosts(table.allowed_hosts)))
 

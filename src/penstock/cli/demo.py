@@ -15,6 +15,7 @@ from rich.text import Text
 import penstock
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json, write_text
 from penstock.cli.serve import ModelOption, require_extras
+from penstock.errors import counted
 
 if TYPE_CHECKING:
     from penstock.demo.result import ChatRound, Played
@@ -205,7 +206,7 @@ def _misses(played: ChatRound) -> Table:
 def _print_verdict(console: Console, played: Played, picture: Path) -> None:
     verdict = played.verdict
     console.print(
-        f"{verdict.answers} answers, {verdict.tokens:,} tokens: {verdict.values:,} "
+        f"{counted(verdict.answers, 'answer')}, {verdict.tokens:,} tokens: {verdict.values:,} "
         f"log-probabilities compared with a fresh computation; the largest difference is "
         f"{verdict.largest:.1e}, {verdict.bound:g} is allowed; {verdict.near_ties} tokens differ "
         f"where two are nearly equal.\n"
@@ -216,7 +217,7 @@ def _print_verdict(console: Console, played: Played, picture: Path) -> None:
         f"{played.generated_max:,} may be.\n"
     )
     if played.findings:
-        print_section(console, f"{len(played.findings)} findings", *played.findings)
+        print_section(console, counted(len(played.findings), "finding"), *played.findings)
     else:
         told = "; ".join(played.headline)
         console.print(f"[bold green]All answers were right[/bold green]: {told}.")

@@ -13,6 +13,7 @@ from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write
 from penstock.config import load_completed
 from penstock.doctor.checks import FindingStatus, examine
 from penstock.doctor.facts import MachineFacts
+from penstock.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,10 @@ def _name_model(document: dict[str, object]) -> None:
     document.setdefault("model", {"name": "any"})
 
 
+def _counted(status: FindingStatus, number: int) -> str:
+    return f"{number} ok" if status is FindingStatus.OK else counted(number, status.value)
+
+
 def _described(findings: Sequence[DoctorFinding], *, coloured: bool) -> str:
     lines = []
     for each in findings:
@@ -62,5 +67,5 @@ def _described(findings: Sequence[DoctorFinding], *, coloured: bool) -> str:
         if each.remedy:
             lines.append(f"{'':9}→ {each.remedy}")
     counts = {status: sum(each.status is status for each in findings) for status in FindingStatus}
-    lines += ["", ", ".join(f"{number} {status.value}" for status, number in counts.items())]
+    lines += ["", ", ".join(_counted(each, number) for each, number in counts.items())]
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from penstock.cli.serve import (
     server_url,
     warn_of_openness,
 )
-from penstock.errors import UnavailableError, install_hint
+from penstock.errors import UnavailableError, counted, install_hint
 from penstock.logs import set_up_logs
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def route(  # noqa: PLR0913 - as many options as there are settings
 
 def _show_start(address: str, router: VllmRouter) -> None:
     up = [
-        f"{sum(each.is_up for each in found)} of {len(found)} {role} servers"
+        f"{sum(each.is_up for each in found)} of {counted(len(found), f'{role} server')}"
         for role, found in (("prefill", router.prefill), ("decode", router.decode))
     ]
     print(f"penstock: router at {api_at(address)}, up: {', '.join(up)}", flush=True)

@@ -17,7 +17,7 @@ from penstock.cli.conventions import ConfigOption
 from penstock.config.addresses import UNIX
 from penstock.config.schema import LOG_LEVELS
 from penstock.config.values import KEY_VARIABLE, LOOPBACK, SHARED_KINDS, ServeTable
-from penstock.errors import ConfigError, UnavailableError, install_hint, shown
+from penstock.errors import ConfigError, UnavailableError, counted, install_hint, shown
 from penstock.logs import set_up_logs
 from penstock.store.base import OPENING
 from penstock.store.embedded import STARTING
@@ -375,7 +375,8 @@ class StartProgress:
         assert config.cache.device is not None
         assert config.serve is not None
         tiers = [
-            f"{config.cache.device.slot_count} device blocks of {config.cache.block_tokens} tokens"
+            f"{counted(config.cache.device.slot_count, 'device block')} of "
+            f"{counted(config.cache.block_tokens, 'token')}"
         ]
         # The device comes first.
         taken_s = [*ready_s[1:], *(0.0 for _ in config.cache.tiers)]
@@ -435,12 +436,8 @@ def _who(config: Config) -> str:
     if engine is not None and engine.prefill_tp:
         prefill, decode = config.serve.prefill or count, config.serve.decode or count
         return (
-            f"{_counted(prefill, 'prefill instance')} of {_counted(engine.prefill_tp, 'rank')}, "
-            f"{_counted(decode, 'decode instance')} of {_counted(engine.decode_tp, 'rank')}"
+            f"{counted(prefill, 'prefill instance')} of {counted(engine.prefill_tp, 'rank')}, "
+            f"{counted(decode, 'decode instance')} of {counted(engine.decode_tp, 'rank')}"
         )
-    ranks = _counted(config.cache.rank_count, "rank")
-    return f"{_counted(count, 'instance')}, {ranks} each"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    ranks = counted(config.cache.rank_count, "rank")
+    return f"{counted(count, 'instance')}, {ranks} each"

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
 from penstock.config import load_completed
 from penstock.config.schema import LOG_LEVELS
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, counted
 from penstock.logs import set_up_logs
 from penstock.runtime.stop_signal import StopSignal
 from penstock.runtime.stored_tiers import store_config
@@ -145,7 +145,7 @@ def _describe_probe(tier: ProbedTier, token_bytes: int) -> Iterator[str]:
     for line in _columns([headings, *rows]):
         yield f"  {line}"
     if tier.faults:
-        yield f"  {tier.faults} blocks did not come back"
+        yield f"  did not come back: {counted(tier.faults, 'block')}"
 
 
 @commands.command()
@@ -195,7 +195,7 @@ def _verify(inspection: Inspection, cipher: DiskCipher | None) -> Verification:
 def _describe(report: FolderReport, *, now: float) -> Iterator[str]:
     segments = report.segments
     yield (
-        f"{report.folder}: {len(segments)} segments, {report.live} blocks; "
+        f"{report.folder}: {counted(len(segments), 'segment')}, {counted(report.live, 'block')}; "
         f"{_mib(report.live_bytes)} MiB live, {_mib(report.dead_bytes)} MiB dead, "
         f"{_mib(report.file_bytes)} MiB of files"
     )
@@ -260,8 +260,9 @@ def _counts_by_age(written_at: Sequence[int], now: float) -> dict[str, int]:
 def _describe_verification(found: Verification) -> Iterator[str]:
     yield ""
     yield (
-        f"verified: {found.whole} blocks whole, {found.trailer_only} by their trailer only, "
-        f"{found.changed} changed meanwhile, {found.damaged} damaged"
+        f"verified: {counted(found.whole, 'block')} whole, "
+        f"{found.trailer_only} by their trailer only, {found.changed} changed meanwhile, "
+        f"{found.damaged} damaged"
     )
     for each in found.damages:
         yield f"damaged: {each.file} slot {each.slot}, key {each.key[:16]}…: {each.what}"

@@ -34,7 +34,7 @@ from penstock.config.shared_stores import (
 )
 from penstock.config.values import EngineTable, ServeTable, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
-from penstock.errors import install_hint
+from penstock.errors import counted, install_hint
 from penstock.tiers.linux_memory import (
     Pages,
     gib,
@@ -310,11 +310,12 @@ def _check_cuda(facts: MachineFacts) -> Iterator[DoctorFinding]:
     wanted = engine is not None and engine.device.startswith("cuda")
     driver = facts.read("/proc/driver/nvidia/version").partition("\n")[0].strip()
     if gpus and driver:
-        yield _ok("cuda", f"{len(gpus)} GPUs; {driver}")
+        yield _ok("cuda", f"{counted(len(gpus), 'GPU')}; {driver}")
     elif gpus:
         yield _problem(
             "cuda",
-            f"{len(gpus)} GPUs on the bus, but no driver (/proc/driver/nvidia is missing)",
+            f"{counted(len(gpus), 'GPU')} on the bus, but no driver "
+            "(/proc/driver/nvidia is missing)",
             "install NVIDIA's driver; in a container, start it with --gpus all",
         )
     elif wanted:

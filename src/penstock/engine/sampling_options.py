@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.errors import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -79,7 +81,8 @@ class Sampling:
             abs(bias) <= BIAS_MAX for _, bias in self.logit_bias
         ):
             raise ValueError(
-                f"logit_bias has {len(self.logit_bias)} tokens, must have at most {BIASES_MAX}, "
+                f"logit_bias has {counted(len(self.logit_bias), 'token')}, must have at most "
+                f"{BIASES_MAX}, "
                 f"with numbers from {-BIAS_MAX:g} to {BIAS_MAX:g}"
             )
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, counted
 from penstock.handoff.driver.lines import zmq_lines
 
 # Not for type checkers alone: tools look up the types of the exported classes.
@@ -492,7 +492,7 @@ def as_rank_slots(
     """For each rank, one of its blocks for each of the last blocks of a prompt."""
     given = as_tuple("slots", slots)
     if len(given) != ranks:
-        raise ValueError(f"slots are for {len(given)} ranks, must be for {ranks}")
+        raise ValueError(f"slots are for {counted(len(given), 'rank')}, must be for {ranks}")
     found: list[tuple[int, ...]] = []
     for rank, each in enumerate(given):
         size = len(as_tuple(f"slots[{rank}]", each))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import msgspec
 
+from penstock.errors import counted
 from penstock.handoff.driver.array_parts import ArrayReader
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.progress import LayerEvents
@@ -431,7 +432,8 @@ def _as_firsts(first_blocks: object, slots: Sequence[tuple[int, ...]], *, count:
     """For each rank, the block that its slots begin with."""
     given = as_tuple("first_blocks", first_blocks)
     if len(given) != len(slots):
-        raise ValueError(f"first_blocks are for {len(given)} ranks, must be for {len(slots)}")
+        said = counted(len(given), "rank")
+        raise ValueError(f"first_blocks are for {said}, must be for {len(slots)}")
     return [
         as_int(f"first_blocks[{rank}]", first, 0, count - len(slots[rank]))
         for rank, first in enumerate(given)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError, counted
+from penstock.errors import ConfigError
 from penstock.loadtest.workloads import VARIATION, WORDS, ChatMessage
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def fit_profile(profile: Profile, counts: TokenCounts, context: int) -> Profile:
     if needed > context:
         raise ConfigError(
             "--workload",
-            f"asks for up to {counted(needed, 'token')} in its first turn, answer included, and "
+            f"asks for up to {needed:,} tokens in its first turn, answer included, and "
             f"the model takes {context:,}: give less by --system-tokens, --context-tokens, "
             "--turn-tokens or --output-tokens",
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, counted
 from penstock.replay.report import text_table
 
 if TYPE_CHECKING:
@@ -348,9 +348,9 @@ def _notes(report: LoadReport) -> list[str]:
             "it; start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
         )
     if 0 < report.answered < 100:
-        notes.append(f"of {report.answered} answers, p99 is about the slowest one")
+        notes.append(f"of {counted(report.answered, 'answer')}, p99 is about the slowest one")
     if report.without_usage:
-        notes.append(f"{report.without_usage} answers came without usage")
+        notes.append(f"without usage came {counted(report.without_usage, 'answer')}")
     if report.late is not None and report.late.p99_s > LATE_S:
         notes.append(
             f"1 % of requests were sent more than {report.late.p99_s * 1000:.0f} ms late: this "

@@ -18,6 +18,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
+from penstock.errors import counted
 from penstock.machine import copies, leases, stored, write_behind
 from penstock.machine.events import CopyReport
 
@@ -264,7 +265,8 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> list[int]:
         raise ValueError(f"slots: is None, must name where in tier {tier.name!r} the blocks lie")
     if not len(event.keys) == len(event.parents) == len(event.slots):
         raise ValueError(
-            f"{len(event.keys)} keys, {len(event.parents)} parents and {len(event.slots)} slots: "
+            f"{counted(len(event.keys), 'key')}, {counted(len(event.parents), 'parent')} and "
+            f"{counted(len(event.slots), 'slot')}: "
             "there must be as many of each"
         )
     slots: list[int] = event.slots.tolist()

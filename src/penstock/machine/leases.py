@@ -32,7 +32,7 @@ from penstock.cache.states import (
     OperationMove,
     OperationState,
 )
-from penstock.errors import CapacityError, LeaseError, NeverFitsError
+from penstock.errors import CapacityError, LeaseError, NeverFitsError, counted
 from penstock.machine import copies, writes
 from penstock.machine.books import LeaseRecord
 from penstock.machine.effects import Granted, Grown, LeaseChanged, Pinned
@@ -229,7 +229,8 @@ def _check(books: Books, lease: LeaseRecord, event: Commit) -> None:
         books.require_no_circle(event.keys, lease.tail_key)
     full = event.token_count // block_tokens - lease.published_blocks
     if lease.store and lease.era == books.era and len(event.keys) != full:
-        raise ValueError(f"{len(event.keys)} keys for {full} blocks that are full now")
+        keys, blocks = counted(len(event.keys), "key"), counted(full, "block")
+        raise ValueError(f"{keys} for {blocks} full now")
 
 
 def _publish(

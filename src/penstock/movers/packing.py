@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, counted
 from penstock.movers.c_compiler import cache_folder, compiled
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import (
@@ -426,7 +426,8 @@ class BlockTable:
 
     def __init__(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> None:
         if len(keys) != len(slots):
-            raise ValueError(f"{len(slots)} slots and {len(keys)} keys, must be as many")
+            given = f"{counted(len(slots), 'slot')} and {counted(len(keys), 'key')}"
+            raise ValueError(f"{given}, must be as many")
         self.slots, self._seeds = _numbers(slots), seeds_of(keys)
         # NumPy takes a microsecond or two for each address.
         self.slots_address = self.slots.ctypes.data

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from penstock.errors import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -193,8 +195,9 @@ def _best(replay: Replay, best: BestPossible, found: int) -> BestRate:
 def describe(report: ReplayReport) -> str:
     """The report as text."""
     lines = [
-        f"{', '.join(report.traces)}: {report.requests:,} requests, {report.tokens:,} prompt "
-        f"tokens, {report.block_touches:,} blocks of {report.block_tokens} tokens",
+        f"{', '.join(report.traces)}: {counted(report.requests, 'request')}, "
+        f"{report.tokens:,} prompt tokens, {report.block_touches:,} blocks of "
+        f"{counted(report.block_tokens, 'token')}",
         f"found: {report.token_rate:.2%} of prompt tokens",
         "",
         *text_table(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.errors import counted
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
@@ -255,7 +256,7 @@ class Pin:
 
     def __repr__(self) -> str:
         state = "pinned" if self._pinned else "unpinned"
-        return f"<penstock.Pin {self.id}: {self.block_count} blocks, {state}>"
+        return f"<penstock.Pin {self.id}: {counted(self.block_count, 'block')}, {state}>"
 
     def __enter__(self) -> Pin:
         return self

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.cache.settings import DEVICE, HUB
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, counted
 from penstock.movers.base import WAIT_S, Moved, WaitsForDevice
 from penstock.movers.table import mover_between
 from penstock.runtime.engine_steps import EngineSteps, FillsLayers
@@ -206,9 +206,9 @@ class CopyExecutor:
         except UnavailableError as error:
             if time.monotonic() < stuck_at:
                 return  # Whoever waits has something else to do by now.
+            copies = counted(len(self._mover_of), "copy", "copies")
             raise UnavailableError(
-                f"the device has ended none of {len(self._mover_of)} copies for "
-                f"{self._device_wait_s:g} s: {error}"
+                f"the device has ended none of {copies} for {self._device_wait_s:g} s: {error}"
             ) from error
 
     @property

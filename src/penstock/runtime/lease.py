@@ -14,7 +14,7 @@ from weakref import ref
 import numpy as np
 
 from penstock.cache.states import LeaseState
-from penstock.errors import LeaseError
+from penstock.errors import LeaseError, counted
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.vocabulary.arguments import as_int, as_text
@@ -224,8 +224,8 @@ class Lease:
     def __repr__(self) -> str:
         return (
             f"<penstock.Lease {self.id} of {self.request!r}: {self.state.name}, "
-            f"{self.token_count} tokens computed, {self.cached_tokens} of them cached, "
-            f"{len(self.block_table)} blocks>"
+            f"{counted(self.token_count, 'token')} computed, {self.cached_tokens} of them cached, "
+            f"{counted(len(self.block_table), 'block')}>"
         )
 
     def __del__(self) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, counted
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
@@ -244,7 +244,8 @@ class Offload(BaseCache):
             self._deliver(self._driver.reset(why))
 
     def __repr__(self) -> str:
-        counts = f"{len(self._driver.machine.operations)} copies under way"
+        copies = counted(len(self._driver.machine.operations), "copy", "copies")
+        counts = f"{copies} under way"
         return f"<penstock.Offload: {counts}, {self._describe_tiers()}>"
 
     def _deadline(self, deadline: float | None) -> float | None:

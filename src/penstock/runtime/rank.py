@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import PeerError, UnavailableError, counted
 from penstock.movers.base import Moved
 from penstock.runtime.access import Access
 from penstock.runtime.copy_executor import NOT_GIVEN_BACK
@@ -347,7 +347,7 @@ class Rank:
             )
         if plan.lives and len(plan.lives) <= self.facts.rank:
             raise PeerError(
-                f"a plan is for {len(plan.lives)} ranks, must be for at least "
+                f"a plan is for {counted(len(plan.lives), 'rank')}, must be for at least "
                 f"{self.facts.rank + 1}, with rank {self.facts.rank}"
             )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock import __version__
+from penstock.errors import counted
 from penstock.observe.live import LiveHealth, ServerLive, health_of
 from penstock.runtime.status import Health  # noqa: TC001 - msgspec reads the annotation
 from penstock.serve.instance_link import InstanceLost
@@ -150,11 +151,13 @@ class LiveReport:
 
     def _reasons_of(self, link: InstanceLink, now: float) -> Iterator[str]:
         if link.ready is None:
-            done = [f"{each.layers} of {each.of} layers" for each in link.loading.values()]
+            done = [
+                f"{each.layers} of {counted(each.of, 'layer')}" for each in link.loading.values()
+            ]
             yield f"{link.name} loads its weights: {', '.join(done) or 'nothing yet'}"
             return
         if link.leaving:
-            yield f"{link.name} ends when its {link.load} requests have"
+            yield f"{link.name} ends after {counted(link.load, 'request')}"
         if link.held_back:
             yield f"{link.name} gets no requests: {link.held_back}"
         said = self._said.get(link, _Said(at=now))

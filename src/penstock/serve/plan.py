@@ -33,7 +33,7 @@ from penstock.engine.defaults import (
 )
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole, InstanceSpec
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.serve.guard import require_usable_options
 from penstock.serve.role_secret import MAKE_KEYS, secret_between
 from penstock.transport.machine_keys import MachineKeys, is_loopback
@@ -418,7 +418,9 @@ def _require_device(config: Config) -> None:
         )
     if ranks > _gpu_count():
         raise ConfigError(
-            "engine.device", f"is {device!r} for {ranks} ranks, and torch sees {_gpu_count()} GPUs"
+            "engine.device",
+            f"is {device!r} for {counted(ranks, 'rank')}, and torch sees "
+            f"{counted(_gpu_count(), 'GPU')}",
         )
 
 

@@ -22,6 +22,7 @@ from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.errors import counted
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
@@ -71,7 +72,7 @@ class Shard:
         """
         if total < 1 or (total % self.tensor_size and self.tensor_size % total):
             raise ValueError(
-                f"total is {total} KV heads for {self.tensor_size} ranks, "
+                f"total is {counted(total, 'KV head')} for {counted(self.tensor_size, 'rank')}, "
                 "one must be a multiple of the other"
             )
         count = max(1, total // self.tensor_size)

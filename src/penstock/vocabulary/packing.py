@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import counted
+
 if TYPE_CHECKING:
     from penstock.vocabulary.layout import Layout
     from penstock.vocabulary.planes import Plane
@@ -63,7 +65,8 @@ class BlockCopier:
     def copy(self, numbers: Sequence[int], target_numbers: Sequence[int]) -> None:
         if len(numbers) != len(target_numbers):
             raise ValueError(
-                f"source has {len(numbers)} blocks, target {len(target_numbers)}, must have as many"
+                f"source has {counted(len(numbers), 'block')}, target {len(target_numbers)}, "
+                "must have as many"
             )
         for readable, writable in self._views:
             shape = writable.shape[1:]

@@ -139,7 +139,7 @@ def test_p2_a_withdrawal_can_still_become_a_cancel(make_world: type[World]) -> N
             lambda w: w.parties["D"].submit(
                 "x", 0.0, prefill="P", wanted={"d0": (("p0", Grid(0, 0, 0, 1)),)}
             ),
-            "grid of 0 layers and 1 blocks is empty",
+            "grid of 0 layers and 1 block is empty",
         ),
         (lambda w: w.parties["P"].submit("h", 0.0), "'h', which is empty or known already"),
         (lambda w: w.parties["P"].submit("x", 0.0, lease_s=-1), "lease_s is -1, must be > 0"),

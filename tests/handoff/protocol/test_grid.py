@@ -136,7 +136,7 @@ def test_what_cannot_be_cut_is_refused(change: dict[str, object], problem: str) 
     ("grid", "problem"),
     [
         (Grid(0, 1, 0, 1), ""),
-        (Grid(0, 0, 0, 1), "grid of 0 layers and 1 blocks is empty"),
+        (Grid(0, 0, 0, 1), "grid of 0 layers and 1 block is empty"),
         (Grid(0, 1, 0, 1, part_layers=0), "part_layers is 0, must be at least 1"),
         (Grid(0, 1, 0, PART_COUNT_MAX + 1), f"grid has {PART_COUNT_MAX + 1} parts"),
     ],

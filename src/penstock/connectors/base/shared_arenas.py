@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import UnavailableError
+from penstock.errors import UnavailableError, counted
 from penstock.transport.private_folder import NamedFolder, named_folder
 from penstock.transport.shared_memory import user_of_peer
 
@@ -75,7 +75,7 @@ class ArenaServer:
                     peer, _ = self._listener.accept()
                 except TimeoutError:
                     raise UnavailableError(
-                        f"{served} of {self._peers} ranks came for the shared memory in "
+                        f"{served} of {counted(self._peers, 'rank')} came for the shared memory in "
                         f"{timeout_s:g} s"
                     ) from None
                 with peer, suppress(OSError):  # A peer that has gone is not a rank.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
+from penstock.errors import counted
+
 if TYPE_CHECKING:
     from penstock.vocabulary.reshard import ReshardPlan
 
@@ -120,7 +122,8 @@ class Grid(NamedTuple):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}, must be at least 1"
         if self.layer_count < 1 or self.block_count < 1:
-            return f"grid of {self.layer_count} layers and {self.block_count} blocks is empty"
+            layers, blocks = counted(self.layer_count, "layer"), counted(self.block_count, "block")
+            return f"grid of {layers} and {blocks} is empty"
         if self.part_count > PART_COUNT_MAX:
             return f"grid has {self.part_count} parts, at most {PART_COUNT_MAX} are allowed"
         return ""
