@@ -405,7 +405,7 @@ class StartProgress:
 
 def _described(tier: TierSettings, kind: TierKind, ready_s: float, why_off: str) -> str:
     """A tier in the line that says that requests are accepted: what it is, and whether it is on."""
-    size = f" {kind.gib:g} GiB" if kind.gib else f" {tier.slot_count} blocks"
+    size = f" {kind.gib:g} GiB" if kind.gib else f" {counted(tier.slot_count, 'block')}"
     if kind.name in SHARED_KINDS:
         size = f" ({kind.name})"  # How much it holds, only the store knows.
     if why_off in (STARTING, OPENING):
