@@ -134,7 +134,7 @@ def test_a_disk_that_makes_no_sense_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "penstock: --config: is missing, must be a file with a tier of kind 'disk'\n"),
+        ([], "penstock: --config: is missing, must be a file with a stored tier\n"),
         (["--config", "/nowhere"], "penstock: /nowhere: cannot be read: No such file"),
     ],
 )

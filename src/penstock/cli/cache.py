@@ -82,7 +82,7 @@ def pin(
     """
     if (prompt_file is None) == (system_file is None):
         raise typer.BadParameter(
-            "or --system-file must be given, one of the two", param_hint="--prompt-file"
+            "one of it and --system-file must be given", param_hint="--prompt-file"
         )
     body: dict[str, Any] = {"name": name, "seconds": seconds}
     if prompt_file is not None:

@@ -66,7 +66,7 @@ def store(
     if context.invoked_subcommand is not None:
         return
     if config is None:
-        raise ConfigError("--config", "is missing, must be a file with a tier of kind 'disk'")
+        raise ConfigError("--config", "is missing, must be a file with a stored tier")
     if log_level not in LOG_LEVELS:
         raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
     found = stored_tiers_of(config)
