@@ -1,7 +1,8 @@
 """Images of a disk tier's folder, and a folder that travels back to one of them.
 
     images.keep(truth)                        the folder as it is now
-    images.travel(truth, alive=False)         files are put back, as from a backup
+    images.travel()                           files are put back, as from a backup
+    images.settle(truth, tier, …)             a process begins with them
 
 What a reset has voided must stay void afterwards, where docs/disk-tier.md promises it:
 
@@ -48,9 +49,10 @@ class Travel(Enum):
 class Image(NamedTuple):
     """A folder at some time."""
 
+    number: int
+    """Counts images: that of a later time has a higher one."""
     folder: Path
     voided: dict[bytes, set[int]]
-    generations: dict[bytes, int]
 
 
 class Resets:
@@ -88,14 +90,12 @@ class FolderImages:
         self._folder = folder
         self._images: list[Image] = []
         self._count = 0
-        self._last: tuple[Travel, Image] | None = None
-        """Not seen by a process that began after it, nor written over by a reset."""
         self._records: dict[str, Image] = {}
-        """Of the two records, those that were put back since then, and to what."""
+        """Which records were put back, and to what, since a process has read or written them."""
 
     def keep(self, truth: DiskTruth) -> None:
-        """Keeps the folder as it is."""
-        if not self._folder.exists():
+        """Keeps the folder as it is, unless it is an earlier one at the moment."""
+        if not self._folder.exists() or self._records:
             return
         if len(self._images) == IMAGES_MAX:
             shutil.rmtree(self._images.pop(self._rng.randrange(IMAGES_MAX)).folder)
@@ -103,7 +103,7 @@ class FolderImages:
         kept = self._folder.with_name(f"image-{self._count}")
         shutil.copytree(self._folder, kept)
         voided = {name: set(each) for name, each in truth.resets.voided.items()}
-        self._images.append(Image(kept, voided, dict(truth.generations)))
+        self._images.append(Image(self._count, kept, voided))
 
     def travel(self) -> tuple[Travel, set[str]] | None:
         """Puts files of an image back; what kind of travel it was, and which files changed."""
@@ -118,20 +118,18 @@ class FolderImages:
             (self._folder / name).unlink(missing_ok=True)
             if (image.folder / name).exists():
                 shutil.copy2(image.folder / name, self._folder / name)
-        self._note(travel, image, chosen)
+        self._records |= {name: image for name in chosen if name in RECORDS}
         return travel, set(chosen)
 
-    def _note(self, travel: Travel, image: Image, names: Iterable[str]) -> None:
-        """Remembers what is not promised any more."""
-        self._records |= {name: image for name in names if name in RECORDS}
-        if travel is Travel.FILE and len(self._records) == len(RECORDS):
-            # One file after the other is as good as both at a time.
-            travel = Travel.RECORDS
-            image = min(
-                self._records.values(), key=lambda each: sum(map(len, each.voided.values()))
-            )
-        if travel is Travel.FOLDER or (travel is Travel.RECORDS and self._last is None):
-            self._last = travel, image
+    def _forget_after(self, number: int) -> None:
+        for each in [each for each in self._images if each.number > number]:
+            self._images.remove(each)
+            shutil.rmtree(each.folder)
+
+    def forget(self) -> None:
+        """The folder was removed: the next one has nothing to do with it."""
+        self._forget_after(0)
+        self.overwrite()
 
     def _choose(self, travel: Travel, names: set[str]) -> Iterable[str]:
         match travel:
@@ -145,7 +143,6 @@ class FolderImages:
 
     def overwrite(self) -> None:
         """A process has written down again what counts: what was put back is no more."""
-        self._last = None
         self._records.clear()
 
     def settle(
@@ -156,17 +153,18 @@ class FolderImages:
         Raises:
             SimulationError: a reset was undone that must not be.
         """
-        if self._last is not None:
-            travel, image = self._last
+        if len(self._records) == len(RECORDS):
+            image = self._records[RECORDS[0]]
             later = {
                 identity.space.name
                 for identity in truth.acknowledged.values()
                 if identity.space.generation == truth.generations.get(identity.space.name)
             }
-            is_seen = read and later & truth.resets.since(image)
-            if travel is Travel.FOLDER or not is_seen:
+            if not read or not later & truth.resets.since(image):
                 truth.resets.voided = {name: set(each) for name, each in image.voided.items()}
-                truth.generations = dict(image.generations)
+                # What was kept later is of a time that never was; nobody puts that back.
+                self._forget_after(image.number)
+            truth.generations = {name: tier.generation(name) for name in truth.generations}
         self.overwrite()
         for name in names:
             truth.resets.note(name, tier.generation(name))

@@ -454,6 +454,7 @@ class DiskProcess:
         self.truth.acknowledged.clear()
         self.truth.places.clear()
         self.truth.generations.clear()
+        self.images.forget()
         if self.tier is not None:
             self.tier.lose_folder()
 
