@@ -35,6 +35,7 @@ from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
+from penstock.machine.write_behind import is_overdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,4 +247,14 @@ class World:
         if self.weather.recovery:
             self.engine.recover()
             self.run_until_quiet()
+        self._step_while_behind()
         check_drained(self)
+
+    def _step_while_behind(self) -> None:
+        """Steps of an engine without requests, for as long as the cache says that it needs them."""
+        for _ in range(_LOOP_MAX):
+            if not is_overdue(self.books):
+                return
+            self.send(ev.Tick())
+            self.run_until_quiet()
+        raise SimulationError("liveness", "what a store missed is never written")

@@ -32,6 +32,7 @@ NO_METRIC = {
     "source": "a label",
     "store": "a table of its own",
     "target": "a label",
+    "why_off": "a text; `tier_on` says that it is off",
     "hops": "has metrics of its own",
     "tiers": "has metrics of its own",
 }

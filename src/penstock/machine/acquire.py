@@ -69,10 +69,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     arriving = (~here).nonzero()[0]
     table[arriving], table[matched:] = slots[: len(arriving)], slots[len(arriving) :]
     lease = _new_lease(books, event, tenant, table, matched, miss)
-    _use(books, found, event, now)
-    _rejoin(device, found.nodes[here], held)
-    _bring(books, lease, found, arriving, event, now)
-    _share_loads(books, lease, held)
+    bring(books, lease, found, found, held, event, now)
     if event.search_until is not None and _may_be_elsewhere(books, event, matched, miss):
         books.searches[lease.id] = event
     if lease.waiting or lease.id in books.searches:
@@ -270,7 +267,7 @@ def _bring(
         copies.wait_for(books, started, {lease.id})
 
 
-def bring_more(
+def bring(
     books: Books,
     lease: LeaseRecord,
     found: Finding,
@@ -279,7 +276,7 @@ def bring_more(
     event: Acquire,
     now: float,
 ) -> None:
-    """Brings the last blocks of a finding, which a lease has got room for, to the device.
+    """Brings blocks to the device that a lease has got room for: the `rest`, the last of a finding.
 
     Those that are on the device, or on their way, are `held`.
     """

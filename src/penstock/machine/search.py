@@ -81,7 +81,7 @@ def _match_more(books: Books, lease: LeaseRecord, wanted: Acquire, now: float) -
     lease.matched_blocks = lease.published_blocks = matched
     lease.token_count = matched * books.settings.block_tokens
     lease.tail_key = wanted.keys[matched - 1]
-    acquire.bring_more(books, lease, found, rest, held, wanted, now)
+    acquire.bring(books, lease, found, rest, held, wanted, now)
     more = count_cached(books, rest)
     lease.cached_by_tier = tuple(map(sum, zip(lease.cached_by_tier, more, strict=True)))
     keys = wanted.keys[first:matched]

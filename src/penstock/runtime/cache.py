@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.errors import counted
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.runtime.lease import Leases
     from penstock.vocabulary.ids import PinId
-    from penstock.vocabulary.keys import Tokens
+    from penstock.vocabulary.keys import KeyChain, Tokens
 
 
 class Cache(BaseCache):
@@ -89,20 +88,18 @@ class Cache(BaseCache):
             ttl_s: After this many seconds its blocks are the first to leave.
             keep_tokens: Blocks after so many leading tokens are let go at its end; 0: it is over.
             load_timeout_s: Blocks that have not arrived by then are computed instead.
-            search_s: How long the lease is `LOADING`, at most, until a store has said which blocks
-                it has. 0: it is not asked, as after a `prefetch`. By default twice the `ask_ms` of
-                a shared store, and a second for a disk that has not listed its blocks.
+            search_s: It is `LOADING` for so long at most until a store has said what it has; 0: no
+                store is asked. By default twice the store's `ask_ms`; see the interface's page.
 
         Raises:
             NeverFitsError: the device has fewer blocks than the prompt needs.
             CapacityError: there is no room now; nothing was changed.
             ValueError: there are no tokens, they are not token ids, or a wish makes no sense.
         """
-        # A copy: the engine may use its own buffer for something else at once.
-        prompt, items = as_token_array(tokens).copy(), _as_items(items)
+        prompt, items = as_token_array(tokens).copy(), _as_items(items)  # A copy: it is kept.
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(prompt, items)
-        wishes = ev.Acquire(
+        event = ev.Acquire(
             request=as_text("request", request) or f"request-{self._request_next}",
             keys=chain.keys,
             token_count=chain.token_count,
@@ -118,16 +115,22 @@ class Cache(BaseCache):
             deadline=self._load_deadline(load_timeout_s),
             search_until=self._search_end(search_s, chain.block_count),
         )
-        with self._access:
-            granted = self._grant(wishes)
-            self._request_next += not request
-            return Lease(self._driver, self._leases, granted, wishes.request, prompt, items, chain)
+        return self._grant(event, prompt, items, chain)
 
-    def _grant(self, wishes: ev.Acquire) -> ef.Granted:
-        self._memory.require_awake()
-        effects = self._driver.acquire(wishes)
-        self._deliver(effects)
-        return ef.answer(effects, ef.Granted)
+    def _grant(
+        self,
+        event: ev.Acquire,
+        prompt: NDArray[np.uint32],
+        items: tuple[Item, ...],
+        chain: KeyChain,
+    ) -> Lease:
+        with self._access:
+            self._memory.require_awake()
+            effects = self._driver.acquire(event)
+            self._deliver(effects)
+            granted = ef.answer(effects, ef.Granted)
+            self._request_next += event.request == f"request-{self._request_next}"
+            return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
 
     def _keep_blocks(self, keep_tokens: int | None) -> int | None:
         if keep_tokens is None:
@@ -209,12 +212,9 @@ class Cache(BaseCache):
             self._deliver(self._driver.reset(why))
 
     def change_weights(self, version: str) -> None:
-        """The model has other weights: nothing of before is found, and new keys say so.
+        """The model has other weights: all that is cached is void, and new keys say so.
 
-        Blocks below the device are kept under their own version, and found again when it comes
-        back; those on the device are dropped. If the version before was empty, or is the same,
-        everything in memory is void. Running leases go on; what they compute is not found by
-        others.
+        Running leases go on; what they compute is not found by others.
 
         Raises:
             ConfigError: the version is not a string that a key can hold.
@@ -222,8 +222,7 @@ class Cache(BaseCache):
         model = replace(self._config.model, weights_version=as_text("version", version))
         config = replace(self._config, model=model)
         with self._access:
-            before = self._config.model.weights_version
-            self._deliver(self._driver.change_weights(config, before=before))
+            self._deliver(self._driver.change_weights(config))
             self._config = config
 
     def __repr__(self) -> str:
@@ -256,7 +255,7 @@ class Pin:
 
     def __repr__(self) -> str:
         state = "pinned" if self._pinned else "unpinned"
-        return f"<penstock.Pin {self.id}: {counted(self.block_count, 'block')}, {state}>"
+        return f"<penstock.Pin {self.id}: {self.block_count} blocks, {state}>"
 
     def __enter__(self) -> Pin:
         return self
