@@ -31,6 +31,8 @@ def switch_off(driver: Driver) -> None:
 
 def switch_on(driver: Driver, *, kept: bool = True, voided: bool = False) -> None:
     driver.handle(ev.TierOn(tier=STORE, kept=kept, voided=voided))
+    assert not driver.told(ef.Copy)
+    driver.tick()
 
 
 def store_statistics(driver: Driver) -> TierStatistics:
@@ -196,6 +198,7 @@ def test_an_idle_engine_is_woken_for_what_no_copy_reminds_it_of(
     driver.handle(ev.Discovered(tier=STORE, keys=keys[:2], parents=[None, keys[0]]))
     switch_on(driver)
     assert not driver.told(ef.Copy)
+    assert driver.machine.next_deadline() == driver.now
 
     steps = 0
     while driver.machine.next_deadline() is not None and not driver.copies:

@@ -19,7 +19,7 @@ from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
 from penstock.errors import counted
-from penstock.machine import copies, leases, stored, write_behind
+from penstock.machine import copies, leases, stored
 from penstock.machine.events import CopyReport
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
     if tier.settings.stored:
         if event.voided:
             books.backlogs[tier.index].clear()
-        write_behind.begin(books, tier, now)
+        # Written from the next step on: what lies in the tier stays as it is until then.
+        books.backlogs[tier.index].resume()
 
 
 def resize(books: Books, event: ResizeTier, now: float) -> Tier:

@@ -32,12 +32,6 @@ SHARE = 2
 CAUSE = "write behind"
 
 
-def begin(books: Books, tier: Tier, now: float) -> None:
-    """A tier came on: what it missed is written from now on."""
-    books.backlogs[tier.index].resume()
-    go_on(books, tier, now)
-
-
 def go_on_everywhere(books: Books, now: float) -> None:
     """A step of the engine: time to write some more."""
     for index, backlog in books.backlogs.items():
@@ -53,16 +47,18 @@ def go_on(books: Books, tier: Tier, now: float) -> None:
     under_way = books.rates.hops[HUB, tier.index].queued
     most = max(1, stored.saves_max(books, books.tier(HUB).pool.slot_count) // SHARE)
     wanted = min(BLOCKS_AT_ONCE, most - under_way)
+    looked_at = list(islice(due, LOOKED_AT_ONCE if wanted > 0 else 0))
     chosen: list[int] = []
-    for key in list(islice(due, LOOKED_AT_ONCE)):
-        if len(chosen) >= wanted:
-            break
+    for place, key in enumerate(looked_at, start=1):
         del due[key]
         node = books.nodes.get(key)
         if node != NOWHERE and tier.slot_of[node] == NOWHERE:
             chosen.append(node)
-    if chosen:
-        writes.save(books, HUB, tier, np.array(chosen, dtype=np.int32), now, CAUSE)
+        if len(chosen) == wanted or place == len(looked_at):
+            nodes = np.array(chosen, dtype=np.int32)
+            if len(writes.save(books, HUB, tier, nodes, now, CAUSE)):
+                return
+            chosen = []  # There was no room for them; perhaps there is for others.
 
 
 def is_overdue(books: Books) -> bool:
