@@ -258,7 +258,7 @@ def test_a_write_into_a_folder_that_was_exchanged_does_not_count_as_saved(
 
 
 def test_the_row_of_a_forgotten_block_is_left_alone_in_the_next_life_of_its_segment(
-    begin: Callable[..., Steps], tmp_path: Path
+    begin: Callable[..., Steps],
 ) -> None:
     """The block fails its sums just before its segment is chosen for another block."""
     meanwhile: list[Callable[[], None]] = []

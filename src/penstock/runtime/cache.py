@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.errors import counted
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
@@ -212,9 +213,12 @@ class Cache(BaseCache):
             self._deliver(self._driver.reset(why))
 
     def change_weights(self, version: str) -> None:
-        """The model has other weights: all that is cached is void, and new keys say so.
+        """The model has other weights: nothing of before is found, and new keys say so.
 
-        Running leases go on; what they compute is not found by others.
+        Blocks below the device are kept under their own version, and found again when it comes
+        back; those on the device are dropped. If the version before was empty, or is the same,
+        everything in memory is void. Running leases go on; what they compute is not found by
+        others.
 
         Raises:
             ConfigError: the version is not a string that a key can hold.
@@ -222,7 +226,8 @@ class Cache(BaseCache):
         model = replace(self._config.model, weights_version=as_text("version", version))
         config = replace(self._config, model=model)
         with self._access:
-            self._deliver(self._driver.change_weights(config))
+            before = self._config.model.weights_version
+            self._deliver(self._driver.change_weights(config, before=before))
             self._config = config
 
     def __repr__(self) -> str:
@@ -255,7 +260,7 @@ class Pin:
 
     def __repr__(self) -> str:
         state = "pinned" if self._pinned else "unpinned"
-        return f"<penstock.Pin {self.id}: {self.block_count} blocks, {state}>"
+        return f"<penstock.Pin {self.id}: {counted(self.block_count, 'block')}, {state}>"
 
     def __enter__(self) -> Pin:
         return self
