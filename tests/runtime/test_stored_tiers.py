@@ -137,6 +137,29 @@ def test_after_a_reset_nothing_that_was_stored_is_found_again(
         assert engine.answer(prompt(1)) == 4 * BLOCK_TOKENS
 
 
+def test_an_engine_keeps_a_reset_although_a_backup_of_the_folder_is_restored(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Nothing in the folder shows that it is old, and the process that voided it is dead."""
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.run_until(lambda: said(engine).blocks == 8)
+        without_socket = shutil.ignore_patterns("socket*")
+        shutil.copytree(engine.folder, tmp_path / "backup", ignore=without_socket)
+        engine.cache.reset("weights in place")
+        engine.run_until(lambda: said(engine).reset_confirmed)
+        os.kill(store_pid(engine), signal.SIGKILL)
+        shutil.rmtree(engine.folder)
+        shutil.copytree(tmp_path / "backup", engine.folder)
+        engine.run_until(lambda: not engine.cache.health().ok)
+
+        engine.wait_until_on()
+
+        assert engine.save(prompt(1)) == 0
+        assert said(engine).generations_lost == 1
+
+
 def test_a_reset_while_the_store_is_away_is_told_and_kept_when_it_is_back(
     opened: Callable[..., Engine],
 ) -> None:
