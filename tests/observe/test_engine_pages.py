@@ -14,6 +14,18 @@ PAGES = Path(__file__).parent / "pages"
 SGLANG = (PAGES / "sglang.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    "name", ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"]
+)
+def test_times_between_tokens_are_read_under_the_name_of_each_version(name: str) -> None:
+    counts = {"0.01": 0, "0.02": 90, "+Inf": 100}
+    rows = [f'{name}_bucket{{le="{le}",model_name="model"}} {n}' for le, n in counts.items()]
+    page = read_page("\n".join([f"# TYPE {name} histogram", *rows, ""]))
+
+    assert page.between.count == 100
+    assert page.between.quantile(0.45) == pytest.approx(0.015)
+
+
 def test_a_page_of_vllm_with_our_connector_is_read() -> None:
     page = read_page((PAGES / "vllm-later.txt").read_text(encoding="utf-8"))
     earlier = read_page((PAGES / "vllm.txt").read_text(encoding="utf-8"))

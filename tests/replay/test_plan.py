@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
-from penstock.replay.page import LineChart, page_of
+from penstock.replay.page import LineChart, page_of, round_sizes
 from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
 from tests.serve import browser
 
@@ -226,6 +226,20 @@ def test_the_page_has_curves_and_nothing_from_elsewhere(trace: str) -> None:
     assert not tags.references
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ticks"),
+    [
+        ([3.9, 7.8, 15.6], [2, 4, 8, 16]),
+        ([1.0, 4.0], [1, 2, 4]),
+        ([0.3], [0.25, 0.5]),
+        ([8.0], [8, 16]),
+        ([1.0, 2.0**20], [4.0**each for each in range(11)]),
+    ],
+)
+def test_axes_of_sizes_have_round_numbers(sizes: list[float], ticks: list[float]) -> None:
+    assert round_sizes(sizes) == ticks
+
+
 @pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
 def test_the_page_fits_every_screen_and_can_be_read(trace: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
@@ -234,6 +248,11 @@ def test_the_page_fits_every_screen_and_can_be_read(trace: str, tmp_path: Path) 
     with browser.browsing(tmp_path / "profile") as page:
         page.open(file.as_uri())
         page.suits_every_screen()
+        page.show(width=390)
+        cut = (
+            "[...document.querySelectorAll('.table')].filter((e) => e.scrollWidth > e.clientWidth)"
+        )
+        page.wait(f"{cut}.length === 0")
         assert page.requests == [file.as_uri()]
         assert page.errors == []
 

@@ -152,6 +152,77 @@ def test_flows_are_drawn_from_the_tier_that_blocks_go_through(
     ]
 
 
+def test_times_are_rounded_before_they_are_divided(shown: Shown, page: BrowserPage) -> None:
+    times = page.run("[119.7, 59.96, 59.94, 9.996, 61, 3599.6].map(seconds)")
+
+    assert times == ["2 min 0 s", "1 min 0 s", "59.9 s", "10.0 s", "1 min 1 s", "60 min 0 s"]
+    assert shown.live
+
+
+def test_only_prompts_of_one_length_are_compared(shown: Shown, page: BrowserPage) -> None:
+    traffic = shown.live["traffic"]
+    traffic["warm"] = {"count": 60, "p50_s": 0.01, "p95_s": 0.02}
+    traffic["cold"] = {"count": 60, "p50_s": 0.359, "p95_s": 0.5}
+    shown.tick()
+    page.wait("document.getElementById('card-cold').textContent.includes('359 ms')")
+    unlike = page.run("document.getElementById('card-warm').textContent")
+
+    alike = {"tokens_min": 2048, "tokens_max": 4095, "warm_count": 5, "cold_count": 6}
+    traffic["alike"] = {**alike, "warm_p50_s": 0.1, "cold_p50_s": 0.31}
+    shown.tick()
+    sooner = "3.1 times sooner, of prompts of 2,048 to 4,095 tokens"
+    page.wait(f"document.getElementById('card-warm').textContent.includes('{sooner}')")
+
+    assert "sooner" not in unlike
+
+
+def test_rates_and_the_time_between_tokens_are_shown(shown: Shown, page: BrowserPage) -> None:
+    traffic = shown.live["traffic"]
+    traffic["rates"] = {"requests_per_s": 2.54, "output_tokens_per_s": 1321.4}
+    traffic["between"] = {"count": 9, "p50_s": 0.012, "p95_s": 0.03}
+    traffic["outcomes"] = {"answered": 60, "refused": 2, "failed": 1}
+    traffic["slices"][0] |= {"generated": 13214, "between_p50_s": 0.012}
+    shown.tick()
+    page.wait("document.getElementById('card-requests-s')")
+
+    texts = {
+        name: page.run(f"document.querySelector('#card-{name} b').textContent")
+        for name in ("requests-s", "tokens-s", "between", "not-answered")
+    }
+
+    assert texts == {
+        "requests-s": "2.5",
+        "tokens-s": "1,321",
+        "between": "12 ms",
+        "not-answered": "3",
+    }
+    assert page.run("document.querySelectorAll('.spark').length") == 3
+
+
+def test_no_table_is_cut_off_on_a_phone(shown: Shown, page: BrowserPage) -> None:
+    page.show(width=390)
+    page.fits(390)
+    cut = """[...document.querySelectorAll('.scroll')].filter((each) => each.clientWidth
+      && each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent.slice(0, 80))"""
+
+    assert page.run(cut) == []
+    names = page.run("document.querySelector('#card-instances td:nth-child(2)').dataset.name")
+    assert names == "role"
+    assert shown.live
+
+
+def test_axes_have_round_numbers(shown: Shown, page: BrowserPage) -> None:
+    shown.live["traffic"]["slices"][0]["prompt_tokens"] = 7800
+    shown.tick()
+    page.wait("document.getElementById('card-tokens').textContent.includes('8,000 prompt tokens')")
+    labels = (
+        "[...document.querySelectorAll('#card-tokens svg text')].map((each) => each.textContent)"
+    )
+    texts = page.run(labels)
+
+    assert texts[1:5] == ["2,000", "4,000", "6,000", "8,000 prompt tokens in 10 s"]
+
+
 def test_a_store_that_does_not_tell_its_size_has_no_share_of_it(
     shown: Shown, page: BrowserPage
 ) -> None:

@@ -15,13 +15,15 @@ import sys
 import termios
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
 from penstock.cli.app import run
-from penstock.cli.top import TopView, draw
+from penstock.cli.status import describe_live, seconds_text
+from penstock.cli.top import TopView, can_draw, draw, sparkline
 from penstock.errors import UnavailableError
 from penstock.serve.server_socket import address_of, listen
 from tests.serve.conftest import SOON_S, eventually
@@ -29,7 +31,6 @@ from tests.serve.vllm_servers import FakeVllm, RunningRouter, answering, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.serve.conftest import Running
 
@@ -283,6 +284,9 @@ def test_a_top_that_is_told_to_end_leaves_the_terminal_as_it_was(
         assert termios.tcgetattr(ours) == before
 
 
+RECORDED = Path(__file__).parents[1] / "observe" / "pages" / "live-server.json"
+
+
 def test_numbers_of_requests_are_whole_in_a_narrow_terminal() -> None:
     asked = {
         "request": "cmpl-2b784077490f449087030c5dad253165",
@@ -309,6 +313,71 @@ def test_numbers_of_requests_are_whole_in_a_narrow_terminal() -> None:
     name, *cells = re.split(r"\s{2,}", row.strip())
     assert name.endswith("…")
     assert cells == ["5", "12,345", "12,000", "4.91 ms", "1.52 s", "400", "answered"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12.3 ms"), (1.5, "1.5 s"), (59.96, "1 min 0 s"), (119.7, "2 min 0 s")],
+)
+def test_times_are_rounded_before_they_are_divided(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def recorded() -> Any:
+    live = json.loads(RECORDED.read_text(encoding="utf-8"))
+    live["traffic"]["rates"] = {"requests_per_s": 2.5, "output_tokens_per_s": 321.4}
+    live["traffic"]["between"] = {"count": 9, "p50_s": 0.012, "p95_s": 0.03}
+    live["traffic"]["alike"] = {
+        "tokens_min": 2048,
+        "tokens_max": 4095,
+        "warm_count": 9,
+        "warm_p50_s": 0.1,
+        "cold_count": 8,
+        "cold_p50_s": 0.45,
+    }
+    live["traffic"]["slices"][0] |= {"generated": 400, "between_p50_s": 0.012}
+    return live
+
+
+def test_status_says_how_much_is_answered_and_compares_prompts_of_one_length() -> None:
+    lines = list(describe_live("http://here", recorded()))
+
+    assert "last minute    2.5 requests/s, 321 output tokens/s" in lines
+    assert "between tokens 12 ms median, 95 % within 30 ms" in lines
+    sooner = "4.5 times sooner mostly cached, of prompts of 2,048 to 4,095 tokens"
+    assert f"first token    {sooner}" in lines
+
+
+def test_status_shows_a_server_that_says_nothing_of_rates() -> None:
+    live = json.loads(RECORDED.read_text(encoding="utf-8"))
+
+    assert not [line for line in describe_live("http://here", live) if "requests/s" in line]
+
+
+def test_the_overview_of_top_has_bars_and_lines_where_they_can_be_shown() -> None:
+    def printed(*, is_drawn: bool) -> str:
+        console = Console(width=140)
+        with console.capture() as captured:
+            console.print(draw("http://here", recorded(), TopView(), is_drawn=is_drawn))
+        return captured.get()
+
+    rows = dict(
+        re.split(r"\s{2,}", line, maxsplit=1) for line in printed(is_drawn=True).splitlines()[1:7]
+    )
+
+    assert list(rows) == ["device", "host", "disk", "requests/s", "output tokens/s", "first token"]
+    # 126 of 128 blocks of the device, and all of the host's.
+    assert rows["device"].startswith("█" * 29)
+    assert rows["device"].split()[-3:] == ["98", "%", "full"]
+    assert rows["requests/s"].split() == ["█", "2.5", "now,", "6", "at", "most"]
+    assert rows["output tokens/s"].split() == ["█", "321", "now,", "40", "at", "most"]
+    assert "█" not in printed(is_drawn=False)
+    assert (can_draw("utf-8"), can_draw("ascii"), can_draw("latin-1")) == (True, False, False)
+
+
+def test_what_is_not_nothing_is_seen_in_a_line() -> None:
+    assert sparkline([0, 0.001, 5, 10]) == " ▁▄█"
+    assert sparkline([0, 0]) == "  "
 
 
 def test_rows_are_sorted_by_the_column_that_was_chosen() -> None:

@@ -325,6 +325,24 @@ def test_decode_computes_what_no_prefill_server_does(
     assert decode.left.acquire(timeout=SOON_S)
 
 
+def test_a_refused_request_is_no_answer_and_has_no_first_token(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    servers[0].always = servers[1].always = fail(400)
+    for _ in range(3):
+        assert router.complete().status_code == 400
+
+    live = router.client.get("/live").json()
+
+    assert router.counted("first_token_seconds_count") == 0
+    assert router.counted("prompts_total") == 0
+    assert live["prompts"] == {}
+    assert live["traffic"]["outcomes"] == {"refused": 3}
+    # No server has a page of metrics that would say how many tokens it made.
+    rates = {"requests_per_s": 0, "output_tokens_per_s": None}
+    assert live["traffic"]["rates"] == rates
+
+
 def test_a_request_that_prefill_refuses_is_answered_by_decode(
     vllm: Callable[[str], FakeVllm],
 ) -> None:

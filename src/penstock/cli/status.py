@@ -277,6 +277,7 @@ def _server_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
     phases["claiming"] = "being handed over"
     counts = {name: sum(each[name] for each in instances) for name in phases}
     yield "requests", ", ".join(f"{counts[name]} {text}" for name, text in phases.items())
+    yield from _rate_rows(live)
     yield "prompt tokens", prompt_tokens_text(live)
     yield from _first_token_rows(live, "mostly cached", "mostly computed")
     yield from tier_texts(live).items()
@@ -293,10 +294,23 @@ def _server_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _router_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
     prompts = live["prompts"]
     yield "prompts", ", ".join(f"{n} by {role}" for role, n in prompts.items()) or "none yet"
+    yield from _rate_rows(live)
     yield from _first_token_rows(live, "handed over", "decode alone")
     for each in live["servers"]:
         state = "up" if each["up"] else f"down: {each['cause']}"
         yield each["role"], f"{each['name']} {state}, {each['load']} requests"
+
+
+def _rate_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Requests and tokens a second, and the time between tokens, of a server that says them."""
+    rates, between = live["traffic"].get("rates"), live["traffic"].get("between")
+    if rates is not None:
+        requests, tokens = rates["requests_per_s"], rates["output_tokens_per_s"]
+        text = f"{rate_text(requests)} requests/s, {rate_text(tokens)} output tokens/s"
+        yield "last minute", text
+    if between is not None and between["count"]:
+        late = seconds_text(between["p95_s"])
+        yield "between tokens", f"{seconds_text(between['p50_s'])} median, 95 % within {late}"
 
 
 def _first_token_rows(live: dict[str, Any], warm: str, cold: str) -> Iterator[tuple[str, str]]:
@@ -305,6 +319,11 @@ def _first_token_rows(live: dict[str, Any], warm: str, cold: str) -> Iterator[tu
             late = seconds_text(times["p95_s"])
             text = f"{seconds_text(times['p50_s'])} median, 95 % within {late}"
             yield "first token", f"{text}, {name}"
+    alike = live["traffic"].get("alike")
+    if alike is not None and 0 < alike["warm_p50_s"] < alike["cold_p50_s"]:
+        sooner = f"{alike['cold_p50_s'] / alike['warm_p50_s']:.1f} times sooner {warm}"
+        lengths = f"{alike['tokens_min']:,} to {alike['tokens_max']:,} tokens"
+        yield "first token", f"{sooner}, of prompts of {lengths}"
 
 
 def prompt_tokens_text(live: dict[str, Any]) -> str:
@@ -357,4 +376,16 @@ def seconds_text(seconds: float | None) -> str:
     """A time as people read it; `–` where there is none."""
     if seconds is None:
         return "–"
-    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def rate_text(rate: float | None) -> str:
+    """How often something happens in a second; `–` where that is not known."""
+    if rate is None:
+        return "–"
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

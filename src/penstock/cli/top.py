@@ -7,6 +7,9 @@
 | `s`         | sorts by the next column                         |
 | `r`         | the other way round                              |
 | `q`         | ends                                             |
+
+In a terminal, the overview begins with bars and with the last ten minutes as lines of blocks. With
+`--once`, or into a file, it is the text of `penstock status`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,13 @@ from rich.text import Text
 
 from penstock.cli.conventions import JsonOption, write_json
 from penstock.cli.serve import DEFAULT_SERVER, ApiKeyFileOption
-from penstock.cli.status import LiveUrlArgument, describe_live, live_client, seconds_text
+from penstock.cli.status import (
+    LiveUrlArgument,
+    describe_live,
+    live_client,
+    rate_text,
+    seconds_text,
+)
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -44,6 +53,10 @@ if TYPE_CHECKING:
 VIEWS = ("overview", "instances", "requests")
 FILE_WIDTH = 160
 KEYS = "1 overview  2 instances  3 requests  tab next  s sort  r reverse  q quit"
+BLOCKS = " ▁▂▃▄▅▆▇█"
+BAR_WIDTH = 30
+SLICES = 60
+"""Slices of ten seconds in ten minutes."""
 STYLES = {"ok": "bold green", "degraded": "bold yellow", "down": "bold red"}
 
 Row = tuple[str | float | None, ...]
@@ -111,13 +124,14 @@ def _watch(client: LiveClient, live: dict[str, Any], console: Console, every_s: 
         Live(console=console, screen=True, auto_refresh=False) as at,
     ):
         view, problem = TopView(), ""
+        is_drawn = can_draw(console.encoding)
         while True:
-            at.update(draw(client.url, live, view, problem), refresh=True)
+            at.update(draw(client.url, live, view, problem, is_drawn=is_drawn), refresh=True)
             deadline = time.monotonic() + every_s
             while typed := _keys_before(deadline, descriptor):
                 if not all(view.press(key) for key in typed):
                     return
-                at.update(draw(client.url, live, view, problem), refresh=True)
+                at.update(draw(client.url, live, view, problem, is_drawn=is_drawn), refresh=True)
             try:
                 live, problem = client.ask(), ""
             except UnavailableError as error:
@@ -158,8 +172,24 @@ def _single_keys() -> Iterator[int]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def draw(url: str, live: dict[str, Any], view: TopView, problem: str = "") -> RenderableType:
-    """One view of a document."""
+def can_draw(encoding: str) -> bool:
+    """Whether a terminal shows the characters of bars and lines."""
+    try:
+        BLOCKS.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def draw(
+    url: str,
+    live: dict[str, Any],
+    view: TopView,
+    problem: str = "",
+    *,
+    is_drawn: bool = False,
+) -> RenderableType:
+    """One view of a document; the overview has bars and lines if `is_drawn`."""
     state = live["health"]["state"]
     head = Text.assemble(
         ("penstock top  ", "bold"), (state, STYLES[state]), f"  {url}  {VIEWS[view.view]}"
@@ -168,6 +198,8 @@ def draw(url: str, live: dict[str, Any], view: TopView, problem: str = "") -> Re
     if problem:
         parts.append(Text(problem, style="bold red"))
     if view.view == 0:
+        if is_drawn:
+            parts.append(pictures(live))
         parts += [Text(line) for line in list(describe_live(url, live))[1:]]
     elif view.view == 1:
         names, rows = _server_table(live) if live["kind"] == "router" else _instance_table(live)
@@ -175,6 +207,86 @@ def draw(url: str, live: dict[str, Any], view: TopView, problem: str = "") -> Re
     else:
         parts.append(_table(*_request_table(live), view))
     return Group(*parts, Text(KEYS, style="dim"))
+
+
+def pictures(live: dict[str, Any]) -> RenderableType:
+    """How full tiers are, and what happened in the last ten minutes."""
+    grid = Table.grid(padding=(0, 2))
+    for name, used, of in _tiers_of(live):
+        share = used / of if of else 0.0
+        grid.add_row(name, bar(share), f"{100 * share:.0f} % full")
+    traffic = live["traffic"]
+    made = live["sources"] if live["kind"] == "router" else traffic["slices"]
+    every_s, rates = traffic["slice_s"], traffic.get("rates") or {}
+    lines = (
+        ("requests/s", "cyan", traffic["slices"], "requests", rates.get("requests_per_s")),
+        ("output tokens/s", "green", made, "generated", rates.get("output_tokens_per_s")),
+    )
+    for name, style, slices, field, now in lines:
+        values = over_time(slices, live["now"], every_s, field)
+        drawn = Text(sparkline([each or 0.0 for each in values]), style=style)
+        most = max(each or 0.0 for each in values) / every_s
+        grid.add_row(name, drawn, f"{rate_text(now)} now, {rate_text(most)} at most")
+    times = (
+        ("first token", "yellow", traffic["slices"], ("cold_p50_s", "warm_p50_s")),
+        ("between tokens", "magenta", made, ("between_p50_s",)),
+    )
+    for name, style, slices, fields in times:
+        found = [over_time(slices, live["now"], every_s, field) for field in fields]
+        longest = [
+            max((x for x in each if x is not None), default=None)
+            for each in zip(*found, strict=True)
+        ]
+        known = [each for each in longest if each is not None]
+        if known:
+            drawn = Text(sparkline([each or 0.0 for each in longest]), style=style)
+            text = f"{seconds_text(known[-1])} last, {seconds_text(max(known))} at most"
+            grid.add_row(name, drawn, text)
+    return grid
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> Text:
+    """A bar that is full to an eighth of a character."""
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    full, rest = divmod(eighths, 8)
+    left = width - full - (rest > 0)
+    partial = " ▏▎▍▌▋▊▉"[rest] if rest else ""
+    style = "red" if share >= 0.95 else "blue"
+    return Text.assemble(("█" * full + partial, style), ("·" * left, "dim"))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character for each value; the highest one is full, and what is not 0 is seen."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return BLOCKS[0] * len(values)
+    steps = len(BLOCKS) - 1
+    return "".join(BLOCKS[max(1, round(steps * x / most)) if x > 0 else 0] for x in values)
+
+
+def over_time(
+    slices: Sequence[dict[str, Any]], now: float, every_s: float, field: str
+) -> list[float | None]:
+    """A field of each slice of the last ten minutes; `None` where there is none."""
+    last = int(now // every_s)
+    known = {round(each["at"] / every_s): each.get(field) for each in slices}
+    return [known.get(number) for number in range(last - SLICES + 1, last + 1)]
+
+
+def _tiers_of(live: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Name, used and size of each tier whose size is known, over all instances or servers."""
+    if live["kind"] == "router":
+        return [(each["name"], each["used"], each["tokens"]) for each in live["tiers"]]
+    sums: dict[str, list[float]] = {}
+    for instance in live["instances"]:
+        for tier in instance["cache"]["tiers"]:
+            store = tier.get("store")
+            if store is not None and not store["capacity_bytes"]:
+                continue  # Stores that others run do not tell their size.
+            found = sums.setdefault(tier["name"], [0.0, 0.0])
+            found[0] += tier["slots"] - tier["free"]
+            found[1] += tier["slots"]
+    return [(name, used, of) for name, (used, of) in sums.items()]
 
 
 def _instance_table(live: dict[str, Any]) -> tuple[Sequence[str], list[Row]]:

@@ -13,6 +13,7 @@ The one rule: every number on it is from this run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from html import escape
 from statistics import median
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cache.explain import MissReason
 from penstock.observe.miss_reasons import MISS_ADVICE
+from penstock.replay.page import round_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -537,9 +539,10 @@ def _drawn(lanes: Iterable[PictureLane], start: float, seconds: float) -> str:
             top += BAR + GAP
         top += GAP
     lines = []
-    for number in range(TICK_COUNT + 1):
-        at = MARGIN + number * (WIDTH - MARGIN) / TICK_COUNT
-        label = f"{seconds * number / TICK_COUNT:.1f} s"
+    step = round_step(max(seconds, 1e-3) / TICK_COUNT)
+    for number in range(math.floor(seconds / step + 1e-9) + 1):
+        at = MARGIN + number * step * scale
+        label = f"{number * step:g} s"
         lines.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="16" y2="{top}"/>')
         lines.append(f'<text x="{at:.1f}" y="12" text-anchor="middle">{label}</text>')
     return f'<svg viewBox="0 0 {WIDTH + 30} {top}" role="img">{"".join(lines + parts)}</svg>'

@@ -107,6 +107,8 @@ class EnginePage:
     first_token: TimeBuckets
     whole: TimeBuckets
     """From the request to the end of its answer."""
+    between: TimeBuckets = field(default_factory=TimeBuckets)
+    """From one token of an answer to the next."""
     tiers: tuple[PageTier, ...] = ()
 
 
@@ -163,8 +165,10 @@ class _Samples:
             found[labels.get(label, "")] += value
         return dict(found)
 
-    def times(self, name: str) -> TimeBuckets:
+    def times(self, *names: str) -> TimeBuckets:
+        """The first histogram of these names that the page has."""
         counts: dict[float, float] = defaultdict(float)
+        name = next((each for each in names if self._found.get(f"{each}_bucket")), names[0])
         for labels, value in self.rows(f"{name}_bucket"):
             counts[float(labels["le"])] += value
         return TimeBuckets(dict(counts))
@@ -228,6 +232,9 @@ def _vllm(samples: _Samples) -> EnginePage:
         preemptions=samples.sum("vllm:num_preemptions_total"),
         first_token=samples.times("vllm:time_to_first_token_seconds"),
         whole=samples.times("vllm:e2e_request_latency_seconds"),
+        between=samples.times(
+            "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"
+        ),
         tiers=tuple(tiers),
     )
 
@@ -255,6 +262,9 @@ def _sglang(samples: _Samples) -> EnginePage:
         preemptions=samples.sum("sglang:num_retracted_requests_total"),
         first_token=samples.times("sglang:time_to_first_token_seconds"),
         whole=samples.times("sglang:e2e_request_latency_seconds"),
+        between=samples.times(
+            "sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"
+        ),
         tiers=tuple(tiers),
     )
 
@@ -274,6 +284,7 @@ def _penstock(samples: _Samples) -> EnginePage:
         preemptions=samples.sum("penstock_preemptions_total"),
         first_token=samples.times("penstock_first_token_seconds"),
         whole=samples.times("penstock_request_seconds"),
+        between=samples.times("penstock_between_tokens_seconds"),
     )
 
 

@@ -75,8 +75,8 @@ class RouterLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     retries: int
     traffic: TrafficReport
     sources: list[SliceReport]
-    """Where prompt tokens came from, as the `/metrics` of decode servers say while somebody
-    looks."""
+    """Where prompt tokens came from, and tokens of answers, as the `/metrics` of decode servers
+    say."""
     tiers: list[WatchedTier]
     """Of the decode servers, as their pages say."""
 

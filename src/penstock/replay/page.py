@@ -23,6 +23,15 @@ table { border-collapse: collapse; margin: 1rem 0; white-space: nowrap; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
 tr.chosen { background: #eef6ee; font-weight: 600; }
 svg { width: 100%; height: auto; }
+@media (max-width: 600px) {
+  table { white-space: normal; font-size: 13px; } th, td { padding: .2rem .35rem; }
+  .wraps tr:first-child { display: none; }
+  .wraps table, .wraps tbody { display: block; }
+  .wraps tr + tr { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 .8rem;
+    padding: .4rem 0; border-bottom: 1px solid #8886; }
+  .wraps td { display: block; border: 0; padding: 0; text-align: left; }
+  .wraps td::before { content: attr(data-name) ": "; opacity: .7; }
+}
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #1a1a1a; } th, td { border-color: #444; }
   tr.chosen { background: #23352a; } svg text { fill: #ddd; }
@@ -32,12 +41,26 @@ svg { width: 100%; height: auto; }
 
 STEPS = 5
 """Lines across a chart, about."""
+SIZES_MAX = 12
+"""Labels below a chart, about: more would touch each other."""
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """The first of 1, 2, 2.5 and 5 with zeros that is not less."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(unit * each for each in (1, 2, 2.5, 5, 10) if unit * each >= least * (1 - 1e-9))
+
+
+def round_sizes(sizes: Sequence[float]) -> list[float]:
+    """Round numbers on a logarithmic scale, from the last one below all sizes to the first above.
+
+    They double: 1, 2, 4, 8 GiB are sizes that people have.
+    """
+    first = math.floor(math.log2(min(sizes)) + 1e-9)
+    last = max(first + 1, math.ceil(math.log2(max(sizes)) - 1e-9))
+    every = math.ceil((last - first + 1) / SIZES_MAX)
+    numbers = [*range(first, last, every)]
+    return [2.0**number for number in (*numbers, numbers[-1] + every)]
 
 
 class LineChart:
@@ -46,7 +69,7 @@ class LineChart:
     def __init__(self, sizes: Sequence[float], highest: float) -> None:
         self._least = math.log(min(sizes))
         self._span = (math.log(max(sizes)) - self._least) or 1.0
-        self._step = _round_step((highest or 1.0) / STEPS)
+        self._step = round_step((highest or 1.0) / STEPS)
         self._steps = math.ceil((highest or 1.0) / self._step - 1e-9)
         self._highest = self._step * self._steps
         self._parts: list[str] = []
@@ -116,7 +139,7 @@ def _series(plan: CachePlan) -> dict[str, list[PlanRow]]:
 
 
 def _hit_rates(plan: CachePlan) -> str:
-    sizes = sorted({row.total_gib for row in plan.rows})
+    sizes = round_sizes([row.total_gib for row in plan.rows])
     chart = LineChart(sizes, max(rate for _, rate in plan.bound) * 1.05)
     chart.add_axes(sizes, "GiB of device, host and disk", percent=True)
     for number, (name, rows) in enumerate(_series(plan).items()):
@@ -130,7 +153,7 @@ def _gains(plan: CachePlan) -> str:
     gains = [row for row in plan.rows if row.tokens_per_gib is not None]
     if not gains:
         return ""
-    sizes = sorted({row.total_gib for row in gains})
+    sizes = round_sizes([row.total_gib for row in gains])
     chart = LineChart(sizes, max(1.0, *(row.tokens_per_gib or 0.0 for row in gains)) * 1.05)
     chart.add_axes(sizes, "GiB of device, host and disk", percent=False)
     for number, (name, rows) in enumerate(_series(plan).items()):
@@ -173,9 +196,13 @@ def _table(rows: Sequence[PlanRow], plan: CachePlan, first: Sequence[str] = ()) 
     for number, row in enumerate(rows):
         chosen = ' class="chosen"' if row.cell == plan.recommended.cell else ""
         texts = [*([first[number]] if first else []), *row_texts(row)]
-        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        names = (*(["load"] if first else []), *HEADS)
+        cells = "".join(
+            f'<td data-name="{escape(name)}">{escape(text)}</td>'
+            for name, text in zip(names, texts, strict=True)
+        )
         body.append(f"<tr{chosen}>{cells}</tr>")
-    return f'<div class="table"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+    return f'<div class="table wraps"><table><tr>{head}</tr>{"".join(body)}</table></div>'
 
 
 def page_of(plan: CachePlan) -> str:

@@ -29,9 +29,11 @@ from penstock.observe.live import MetricsLive, WatchedServer, WatchedTier, healt
 from penstock.observe.traffic import (
     SLICE_S,
     SLICES_KEPT,
-    FirstTokenTimes,
+    RatesReport,
     SliceReport,
+    TimesReport,
     TrafficReport,
+    rates_of,
 )
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve import errors
@@ -144,6 +146,7 @@ class _GrowingSlice:
     report: SliceReport
     first_token: TimeBuckets = field(default_factory=TimeBuckets)
     whole: TimeBuckets = field(default_factory=TimeBuckets)
+    between: TimeBuckets = field(default_factory=TimeBuckets)
 
     def add(self, before: EnginePage, page: EnginePage) -> None:
         report = self.report
@@ -155,6 +158,9 @@ class _GrowingSlice:
         report.requests += round(first.count)
         self.first_token = self.first_token.plus(first)
         self.whole = self.whole.plus(page.whole.since(before.whole))
+        self.between = self.between.plus(page.between.since(before.between))
+        report.generated += round(_grown(before.generated_tokens, page.generated_tokens))
+        report.between_p50_s = self.between.quantile(0.5)
         report.warm_p50_s = self.first_token.quantile(0.5)
         report.cold_p50_s = self.whole.quantile(0.5)
 
@@ -173,6 +179,8 @@ class MetricsWatch:
         self._slices: deque[_GrowingSlice] = deque(maxlen=SLICES_KEPT)
         self._asked_at = -SCRAPE_EVERY_S
         self._asking: asyncio.Task[None] | None = None
+        self._since: float | None = None
+        """When the first page was read."""
 
     async def run(self) -> None:
         """Asks all servers again and again."""
@@ -185,9 +193,12 @@ class MetricsWatch:
 
     async def ask(self) -> None:
         """Asks all servers once, at the same time."""
+        self._asked_at = time.monotonic()
         before = [each.page for each in self._watched]
         await asyncio.gather(*(each.ask() for each in self._watched))
         now = time.monotonic()
+        if self._since is None and any(each.page for each in self._watched):
+            self._since = now
         for earlier, each in zip(before, self._watched, strict=True):
             if earlier is not None and each.page is not None and earlier.engine == each.page.engine:
                 self._slice_at(now).add(earlier, each.page)
@@ -195,7 +206,6 @@ class MetricsWatch:
     def ask_soon(self, now: float) -> None:
         """Asks all servers while others go on, unless that was done in the last seconds."""
         if now - self._asked_at >= SCRAPE_EVERY_S and (self._asking is None or self._asking.done()):
-            self._asked_at = now
             self._asking = asyncio.create_task(self.ask())
 
     async def gather(self) -> bytes:
@@ -231,16 +241,22 @@ class MetricsWatch:
     def traffic(self, now: float) -> TrafficReport:
         """What all servers did in the last ten minutes."""
         kept = [each for each in self._slices if each.report.at > now - SLICE_S * SLICES_KEPT]
-        first = whole = TimeBuckets()
+        first = whole = between = TimeBuckets()
         for each in kept:
             first, whole = first.plus(each.first_token), whole.plus(each.whole)
+            between = between.plus(each.between)
+        slices = [each.report for each in kept]
         return TrafficReport(
             slice_s=SLICE_S,
-            slices=[each.report for each in kept],
+            slices=slices,
             warm=_times(first),
             cold=_times(whole),
             outcomes={},
             requests=[],
+            between=_times(between),
+            rates=RatesReport(output_tokens_per_s=None)
+            if self._since is None
+            else rates_of(slices, since=self._since, now=now),
         )
 
     def _slice_at(self, now: float) -> _GrowingSlice:
@@ -255,8 +271,8 @@ def _grown(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-def _times(buckets: TimeBuckets) -> FirstTokenTimes:
-    return FirstTokenTimes(
+def _times(buckets: TimeBuckets) -> TimesReport:
+    return TimesReport(
         count=round(buckets.count), p50_s=buckets.quantile(0.5), p95_s=buckets.quantile(0.95)
     )
 

@@ -456,6 +456,8 @@ class TextResponse:
                     if is_first:
                         first = now
                         self._note_first_token(record, part.reader, now)
+                    gap_s = None if is_first else (now - last) / max(1, piece.generated)
+                    metrics.traffic.token(generated=piece.generated, gap_s=gap_s, now=now)
                     part.reader.decode_s = now - first
                     last = now
                     metrics.generated_tokens.inc(piece.generated)

@@ -97,7 +97,7 @@ class RouterApp:
         self._guard = guard
         self.live = LiveFeed(self._gather, guard)
         # A prompt that is handed over is on the pages of two servers; the one that answers counts.
-        self._pages = MetricsWatch([each.url for each in router.decode], what="metrics page")
+        self.pages = MetricsWatch([each.url for each in router.decode], what="metrics page")
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
@@ -159,7 +159,7 @@ class RouterApp:
     async def _gather(self) -> bytes:
         """The document of the live page."""
         now = time.monotonic()
-        self._pages.ask_soon(now)
+        self.pages.ask_soon(now)
         roles = {"prefill": self._router.prefill, "decode": self._router.decode}
         servers = [
             RoutedServer(
@@ -178,6 +178,11 @@ class RouterApp:
             f"{each.name} ({each.role}) is down: {each.cause}" for each in servers if not each.up
         ]
         status = "ok" if is_ready else "no decode server is up"
+        traffic, counted = self._metrics.traffic.report(now), self.pages.traffic(now)
+        # Answers pass unread: their tokens are counted by the servers that make them.
+        rates = msgspec.structs.replace(
+            traffic.rates, output_tokens_per_s=counted.rates.output_tokens_per_s
+        )
         return msgspec.json.encode(
             RouterLive(
                 version=__version__,
@@ -186,9 +191,9 @@ class RouterApp:
                 servers=servers,
                 prompts=self._metrics.prompts_by_role,
                 retries=self._metrics.retry_count,
-                traffic=self._metrics.traffic.report(now),
-                sources=self._pages.traffic(now).slices,
-                tiers=self._pages.tiers(),
+                traffic=msgspec.structs.replace(traffic, rates=rates, between=counted.between),
+                sources=counted.slices,
+                tiers=self.pages.tiers(),
             )
         )
 
@@ -236,9 +241,9 @@ class RelayedAnswer:
         self, begun: BegunAnswer, record: RequestRecord, scope: Scope, send: Send
     ) -> str:
         now = time.monotonic()
-        self.metrics.first_token_s.observe(now - self.began)
         _note_head(scope, record, begun)
         if begun.status == 200:
+            self.metrics.first_token_s.observe(now - self.began)
             is_handed = begun.prefill is not None
             found = {HANDED: record.prompt_tokens} if is_handed and record.prompt_tokens else {}
             self.metrics.traffic.first_token(record, found=found, is_warm=is_handed, now=now)
@@ -341,9 +346,13 @@ async def _run(
         on_stop=app.live.close,
         on_overtime=router.stop,
     )
+    # Whether somebody looks or not, so that whoever opens the page sees what went before.
+    asking = asyncio.create_task(app.pages.run())
     try:
         await router.start()
         on_start(router)
         await serve_until_stopped(server, bound, stop)
     finally:
         router.stop()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)

@@ -62,7 +62,7 @@ COMPUTED_S = 1.0
 EVENT_BYTES_MAX = 16 << 20
 EVENT_END = b"\n\n"
 EVENT_STREAM = b"text/event-stream"
-TOO_MANY = 429
+OK, TOO_MANY = 200, 429
 CACHE_KEYS_MAX = 4096
 """Cache keys that are remembered: clients choose them."""
 _ERROR = b'data: {"error"'
@@ -234,12 +234,17 @@ class VllmRouter:
                 if failure.refused:
                     break
             else:
-                self._metrics.prompts.labels("prefill").inc()
+                self._count_prompt("prefill", begun)
                 return begun
         with _Pending(decode, request):
             begun = await self._begin(decode, request, request.for_decode_alone())
-        self._metrics.prompts.labels("decode").inc()
+        self._count_prompt("decode", begun)
         return begun
+
+    def _count_prompt(self, role: str, begun: BegunAnswer) -> None:
+        """Counts who computed a prompt; one that was refused was computed by nobody."""
+        if begun.status == OK:
+            self._metrics.prompts.labels(role).inc()
 
     async def _answer_with(
         self, prefill: VllmServer, decode: VllmServer, request: PromptRequest
