@@ -6,7 +6,7 @@ import asyncio
 import json
 import select
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -366,3 +366,16 @@ def running(
         yield router
     finally:
         router.stop()
+
+
+@contextmanager
+def starting() -> Iterator[Callable[[str], FakeVllm]]:
+    """Starts servers by their names; all end with it."""
+    with ExitStack() as held:
+
+        def start(name: str) -> FakeVllm:
+            server = FakeVllm(name)
+            held.callback(server.stop)
+            return server
+
+        yield start
