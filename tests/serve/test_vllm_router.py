@@ -616,7 +616,7 @@ def test_a_router_that_is_asked_to_stop_lets_answers_end(
     finally:
         process.kill()
 
-    assert "up: 1 of 1 prefill servers, 1 of 1 decode servers" in line
+    assert "up: 1 of 1 prefill server, 1 of 1 decode server" in line
     assert text.rstrip() == "".join(events_of(decode)).rstrip()
     assert process.returncode == 0
     assert "request=cmpl-decode" in logged

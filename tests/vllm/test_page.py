@@ -38,7 +38,7 @@ PORTS = ("8000", "8100", "8200")
 READY = "Application startup complete"
 START_S = 2 * ENGINE_S
 """Two servers start at once."""
-UP = "up: 1 of 1 prefill servers, 1 of 1 decode servers"
+UP = "up: 1 of 1 prefill server, 1 of 1 decode server"
 BLOCK = re.compile(r"^```(?P<fence>\w+)(?P<words>[^\n]*)\n(?P<text>.*?)^```$", re.S | re.M)
 FILE = re.compile(r"file=(?P<name>\S+)")
 ELSEWHERE = ("pip install", "vllm serve")
