@@ -22,7 +22,7 @@ from tests.serve.conftest import (
     ENDLESS_TOKENS,
     SOON_S,
     Running,
-    _address,
+    _ready_line,
     command,
     descendants,
     eventually,
@@ -64,7 +64,8 @@ def logging_server(
             preexec_fn=prepare,  # noqa: PLW1509 - it only sets a limit
         )
     try:
-        running = Running(process, _address(process))
+        address = _ready_line(process).partition(" at ")[2].split("/v1")[0]
+        running = Running(process, address)
         with running.client:
             yield running
     finally:

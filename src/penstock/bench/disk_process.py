@@ -388,15 +388,23 @@ def _geometry() -> Geometry:
 
 def _write_tables(folder: Path, rows: int) -> tuple[list[str], bytes]:
     """Segments with rows and no blocks; their paths, and a key of the newest."""
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     write_generations(folder, {SPACE: 0})  # Segments without it would be void.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return _write_segments(folder, descriptor, rows)
+    finally:
+        os.close(descriptor)
+
+
+def _write_segments(folder: Path, descriptor: int, rows: int) -> tuple[list[str], bytes]:
     form, geometry = _form(), _geometry()
     calls = DiskCalls(fallocate=lambda fd, offset, length: os.ftruncate(fd, offset + length))
     paths: list[str] = []
     keys: list[bytes] = []
     for number in range(-(-rows // geometry.slot_count)):
         path = str(folder / f"{number:08d}.segment")
-        segment = DiskSegment(number, path, SEGMENT_BYTES)
+        segment = DiskSegment(number, path, SEGMENT_BYTES, descriptor)
         part = part_name(form, rank=0, rank_count=1, equal=False)
         segment.begin_life(geometry, life=secrets.randbits(64) | 1, age=number + 1, part=part)
         segment.form, segment.algorithm = form.fingerprint, form.checksum.value.encode()

@@ -141,6 +141,7 @@ class Voided(NamedTuple):
     tier: int
     generation: int
     own: bool = False
+    """Whether this engine asked for it."""
 
 
 class StoreState(NamedTuple):
@@ -625,7 +626,8 @@ class StoreLink:
         elif self._resets.take(tier, notice) and notice.space == self._hello.space:
             self._forget_pages(tier)
             self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
-            self._results.append(Voided(tier, notice.generation, notice.asked > 0))
+            own = bool(notice.asked or notice.unkept)
+            self._results.append(Voided(tier, notice.generation, own))
 
     def _next_page(self, tier: int, page: _PageRest) -> Paged:
         """As many blocks of a page as are returned at once; the rest waits to be asked for."""
