@@ -154,6 +154,7 @@ CASES: dict[str, Case] = {
         ttl_s=lambda _: 5.0,
         keep_tokens=lambda _: 4,
         load_timeout_s=lambda _: 5.0,
+        search_s=lambda _: 5.0,
     ),
     "Cache.prefetch": case(
         lambda s: s.cache.prefetch,
@@ -218,6 +219,7 @@ CASES: dict[str, Case] = {
     # A lease is open: it does not sleep.
     "BaseCache.sleep": case(lambda s: s.cache.sleep, host=lambda _: True),
     "BaseCache.wake": case(lambda s: s.cache.wake),
+    "BaseCache.wait_for_tiers": case(lambda s: s.cache.wait_for_tiers, timeout_s=lambda _: 0.0),
     "BaseCache.close": case(lambda s: s.cache.close, timeout_s=lambda _: 0.0),
     "Offload.lookup": case(
         lambda s: s.offload.lookup,

@@ -360,8 +360,8 @@ def require_json(http: HttpRequest) -> None:
     """
     given = http.headers.get("content-type", "")
     length = http.headers.get("content-length", "0")
-    is_empty = not length.strip("0") and "transfer-encoding" not in http.headers
-    if is_empty or given.partition(";")[0].strip().lower() == JSON:
+    has_no_body = not length.strip("0") and "transfer-encoding" not in http.headers
+    if has_no_body or given.partition(";")[0].strip().lower() == JSON:
         return
     found = f"is {shown(given)}" if given else "is missing"
     raise BadRequest(

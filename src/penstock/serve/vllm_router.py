@@ -34,7 +34,7 @@ from penstock.config.routing import RoutingTable
 from penstock.serve.prompt_prefixes import BLOCKS_A_CHUNK
 from penstock.serve.vllm_requests import read_computed, relayed
 from penstock.serve.vllm_server import (
-    Verdict,
+    FailureVerdict,
     VllmFailure,
     VllmRequest,
     VllmServer,
@@ -199,7 +199,7 @@ class VllmRouter:
                 return await self._answer_at(server, request)
             except VllmFailure as failure:
                 last = failure
-                if failure.verdict is not Verdict.OURS:
+                if failure.verdict is not FailureVerdict.OURS:
                     server.note_failure()
                 self._metrics.count(server.name, "decode", "failed")
                 logger.warning("no answer: cause=%s", failure)
@@ -304,7 +304,7 @@ class VllmRouter:
             outcome = "computed"
         except VllmFailure as failure:
             outcome = "failed"
-            if failure.verdict is not Verdict.OURS:
+            if failure.verdict is not FailureVerdict.OURS:
                 prefill.note_failure()
             raise _NotComputed(str(failure)) from failure
         finally:

@@ -68,7 +68,7 @@ Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 
-class Verdict(enum.Enum):
+class FailureVerdict(enum.Enum):
     """What a failure says about the server."""
 
     DEAD = "it does not serve"
@@ -86,7 +86,7 @@ class VllmFailure(Exception):  # noqa: N818 - of a server, not of ours
         self,
         problem: str,
         answer: WholeAnswer | None = None,
-        verdict: Verdict = Verdict.SILENT,
+        verdict: FailureVerdict = FailureVerdict.SILENT,
     ) -> None:
         super().__init__(problem)
         self.answer = answer
@@ -306,16 +306,20 @@ class VllmAnswer:
             raise self._failure(f"broke off its answer ({error})") from error
         return event
 
-    def _failure(self, problem: str, verdict: Verdict = Verdict.SILENT) -> VllmFailure:
+    def _failure(
+        self, problem: str, verdict: FailureVerdict = FailureVerdict.SILENT
+    ) -> VllmFailure:
         return VllmFailure(f"{self._server} {self._aborted or problem}", verdict=verdict)
 
 
-def _verdict_of(error: OSError) -> Verdict:
+def _verdict_of(error: OSError) -> FailureVerdict:
     """What it says of a server that a connection to it failed."""
     if error.errno in _OWN_LIMITS:
-        return Verdict.OURS
+        return FailureVerdict.OURS
     # Nobody listens there. Other causes are of the network, or of the machine that resolves names.
-    return Verdict.DEAD if isinstance(error, ConnectionRefusedError) else Verdict.SILENT
+    return (
+        FailureVerdict.DEAD if isinstance(error, ConnectionRefusedError) else FailureVerdict.SILENT
+    )
 
 
 class _Version(msgspec.Struct):
@@ -416,17 +420,20 @@ class VllmServer:
         """Asks how it is, and notes the answer."""
         try:
             problem = await within(CHECK_S, self._problem())
-            verdict = Verdict.DEAD
+            verdict = FailureVerdict.DEAD
         except TimeoutError:
-            problem, verdict = f"did not answer GET /health within {CHECK_S:g} s", Verdict.SILENT
+            problem, verdict = (
+                f"did not answer GET /health within {CHECK_S:g} s",
+                FailureVerdict.SILENT,
+            )
         except VllmFailure as failure:
             problem, verdict = str(failure).removeprefix(f"{self.name} "), failure.verdict
         if not problem:
             self._misses = 0
             self._rise()
             return
-        self._misses += verdict is Verdict.SILENT
-        if verdict is Verdict.DEAD or not self.version or self._misses >= MISSES_MAX:
+        self._misses += verdict is FailureVerdict.SILENT
+        if verdict is FailureVerdict.DEAD or not self.version or self._misses >= MISSES_MAX:
             self._fall(problem, verdict)
 
     async def _problem(self) -> str:
@@ -458,11 +465,11 @@ class VllmServer:
             logger.info("server up: url=%s version=%s", self.name, self.version)
         self.is_up, self.is_silent, self.cause = True, False, ""
 
-    def _fall(self, cause: str, verdict: Verdict) -> None:
+    def _fall(self, cause: str, verdict: FailureVerdict) -> None:
         if cause != self.cause:
             logger.warning("server down: url=%s cause=%s", self.name, cause)
         self.is_up, self.cause = False, cause
-        self.is_silent = verdict is Verdict.SILENT and bool(self.version)
+        self.is_silent = verdict is FailureVerdict.SILENT and bool(self.version)
         if not self.is_silent:
             # The next life has another address, and nothing cached.
             self.version = self.address = ""
