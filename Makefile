@@ -8,8 +8,8 @@
 PYTHON ?= python3
 SCENARIO ?= cache
 SEEDS ?= 20000
-# One more than cores: a test that waits for a process leaves its core to another.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 8 ? cores + 1 : 8)))
+# Two more than cores: a test that waits for a process leaves its core to another.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 6 ? cores + 2 : 8)))
 
 VENV := .venv
 READY := $(VENV)/.ready

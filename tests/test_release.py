@@ -269,6 +269,7 @@ def test_what_is_installed_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) 
     assert not list(empty.iterdir())
 
 
+@pytest.mark.long
 def test_the_types_serve_a_program_of_a_user(tmp_path: Path) -> None:
     """As in an environment with the package and what it always needs, no extra beside it."""
     environment = tmp_path / "environment"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
+import pytest
+
 from penstock.bench.disk import run_disk
 from penstock.bench.disk_first_token import FirstTokenPlan, run_first_token
 from penstock.bench.disk_process import run_store_process
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.long
 def test_every_size_has_rows_of_every_side_both_ways(tmp_path: Path) -> None:
     report = BenchReport(version="0", command="bench disk")
 
@@ -43,6 +46,7 @@ def test_the_store_process_has_rows_for_its_engine_and_for_a_restart(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_first_token_from_disk_is_measured_beside_computing_and_reading(tmp_path: Path) -> None:
     report = BenchReport(version="0", command="bench disk")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from penstock.bench.engine import run_engine
 from penstock.bench.engine_model import EIGHT_B
 from penstock.bench.engine_parts import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
@@ -43,6 +45,7 @@ SMALL = EnginePlan(
 )
 
 
+@pytest.mark.long
 def test_every_part_reports_its_rows_and_ratios() -> None:
     report = BenchReport(version="0", command="penstock bench engine")
 

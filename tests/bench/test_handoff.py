@@ -42,6 +42,7 @@ def test_without_a_gpu_the_cuda_side_says_so(tmp_path: Path) -> None:
 
 
 @needs_nixl
+@pytest.mark.long
 def test_over_nixl_the_benchmark_compares_with_a_plain_write() -> None:
     report = BenchReport(version="test", command="test")
     shape = BenchShape(layers=2, tokens=64, block_tokens=16, order="head major")

@@ -35,7 +35,9 @@ def calls_to_evict(eviction: str, *, hits: int) -> int:
     return calls
 
 
-@pytest.mark.parametrize("hits", [0, 1, 4])
+@pytest.mark.parametrize(
+    "hits", [1, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))]
+)
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
 def test_evicting_a_long_chain_takes_about_as_many_calls_as_with_lru(
     eviction: str, hits: int

@@ -56,6 +56,7 @@ SMALL = TrafficPlan(
 )
 
 
+@pytest.mark.long
 def test_every_cache_gets_its_rows_and_ratios() -> None:
     report = BenchReport(version="0", command="penstock bench traffic")
 

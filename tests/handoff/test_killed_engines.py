@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,12 +33,13 @@ LIVES = 10
 
 PROGRAM = """
 import sys, time
-from tests.handoff.test_killed_engines import PREFILL_POINTS, run_decode, run_prefill
+from tests.handoff.test_killed_engines import run_decode, run_prefill
 side, point, prefill, decode = sys.argv[1:]
 (run_prefill if side == "prefill" else run_decode)(point, prefill, decode)
 """
-PREFILL_POINTS = ("opened", "offered", "layer 0", "layer 2", "sampled")
-DECODE_POINTS = ("opened", "claimed", "connected", "landed")
+long = partial(pytest.param, marks=pytest.mark.long)
+PREFILL_POINTS = ("offered", "layer 2", *map(long, ("opened", "layer 0", "sampled")))
+DECODE_POINTS = ("claimed", "landed", *map(long, ("opened", "connected")))
 
 
 def reach(point: str, wanted: str, handoff: penstock.Handoff) -> None:
