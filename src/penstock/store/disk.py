@@ -5,7 +5,7 @@ Who does what:
     caller's thread    takes jobs in, looks loads up, reports (`DiskTier`)
     I/O threads        read and write runs of neighbouring slots (`DiskThreads`)
     keeper             gives saves their slots, writes rows, opens and gives up segments
-    recovery           reads the tables that were there at the start
+    recovery           finds the blocks of the tables that were there at the start
 
 One lock guards the index and all records; nobody holds it during I/O. A segment counts the
 operations under way in it, and begins a new life only when there are none.
@@ -73,7 +73,7 @@ class DiskTier:
         calls: DiskCalls | None = None,
         stepped: bool = False,
     ) -> None:
-        """Takes the folder, and begins to read the tables that are there.
+        """Takes the folder, reads the tables that are there, and begins to find their blocks.
 
         Args:
             folder: Of this tier alone; made if it is not there.

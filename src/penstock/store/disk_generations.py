@@ -36,7 +36,7 @@ from penstock.store.disk_format import (
     read_generations,
     write_generations,
 )
-from penstock.store.disk_index import check_rows, read_table
+from penstock.store.disk_index import TableScan, check_rows, read_table
 from penstock.store.disk_io import expect_read
 
 if TYPE_CHECKING:
@@ -259,11 +259,11 @@ def _draw_all(
 
 
 def generations_in(segments: Sequence[DiskSegment], calls: DiskCalls) -> dict[bytes, set[int]]:
-    """All generations that rows name, by space."""
+    """All generations that rows name, by space; recovery uses what was read (`TableScan`)."""
     found: dict[bytes, set[int]] = {}
     used = [each for each in segments if each.geometry is not None]
     for at, segment in enumerate(used):
-        for ahead in used[at : at + TABLES_AHEAD] if at % TABLES_AHEAD == 0 else ():
+        for ahead in used[at + TABLES_AHEAD - 1 :][:1] if at else used[:TABLES_AHEAD]:
             expect_read(ahead, PAGE_BYTES, ahead.slot_count * ROW_BYTES, calls)
         try:
             rows = read_table(segment, calls)
@@ -271,12 +271,11 @@ def generations_in(segments: Sequence[DiskSegment], calls: DiskCalls) -> dict[by
             # Its blocks will not be found either.
             logger.warning("the rows of %s cannot be read: %s", segment.path, error.strerror)
             continue
-        named = generations_of(rows, rows["life"] == segment.life)
-        fresh = {pair for pair in named if pair[1] not in found.get(pair[0], ())}
-        if fresh:  # Sums take most of the time, and most tables name what others did.
-            sound, _ = check_rows(rows, segment.life, segment.part)
-            fresh &= set(generations_of(rows, sound))
-        for name, generation in fresh:
+        sound, digests = check_rows(rows, segment.life, segment.part)
+        pairs = frozenset(generations_of(rows, sound))
+        if not segment.known:
+            segment.scan = TableScan(digests, pairs)
+        for name, generation in pairs:
             found.setdefault(name, set()).add(generation)
     return found
 

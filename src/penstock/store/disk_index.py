@@ -55,6 +55,15 @@ def digests_of(space: Space, part: bytes, keys: Sequence[Key]) -> list[int]:
     return [xxh3_64_intdigest(before + key) for key in keys]
 
 
+class TableScan(NamedTuple):
+    """What was read of a table when its folder was taken."""
+
+    digests: NDArray[np.uint64]
+    """By slot; 0 where the row is not sound."""
+    generations: frozenset[tuple[bytes, int]]
+    """Each space and generation that sound rows name."""
+
+
 @dataclass(slots=True, eq=False)
 class DiskSegment:
     """One file, and its life."""
@@ -87,6 +96,8 @@ class DiskSegment:
     """Whether its table was read, or written by this process."""
     dirty: bool = False
     """Whether something was written since its last sync."""
+    scan: TableScan | None = None
+    """Of a table that recovery has not come to yet."""
     foreign: bool = False
     """Of another key: neither read nor reclaimed."""
 
@@ -113,7 +124,7 @@ class DiskSegment:
 
     def begin_life(self, geometry: Geometry, *, life: int, age: int, part: bytes) -> None:
         self.geometry, self.life, self.age, self.part = geometry, life, age, part
-        self.next_slot, self.live, self.hits, self.known = 0, 0, 0.0, True
+        self.next_slot, self.live, self.hits, self.known, self.scan = 0, 0, 0.0, True, None
         self.digests = np.zeros(geometry.slot_count, dtype=np.uint64)
 
 

@@ -29,14 +29,11 @@ from penstock.store.base import GoneBlocks, Page, Space
 from penstock.store.disk_folder import write_head
 from penstock.store.disk_format import (
     PAGE_BYTES,
-    ROW_BYTES,
     SEGMENT_BYTES,
     Geometry,
     write_form,
 )
-from penstock.store.disk_generations import TABLES_AHEAD
 from penstock.store.disk_index import BlockIndex, DiskSegment, check_rows, read_table
-from penstock.store.disk_io import expect_read
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -480,7 +477,7 @@ class SegmentPool:
     # Reading tables
 
     def recover_next(self) -> bool:
-        """Reads the newest table that was not read yet; whether there was one.
+        """Takes the newest table that was not taken yet; whether there was one.
 
         Raises:
             OSError: it cannot be read; its blocks are not found.
@@ -489,10 +486,6 @@ class SegmentPool:
             if not self._unread:
                 return False
             segment = self._unread.pop()
-            ahead = self._unread[-TABLES_AHEAD:]
-        for each in ahead if self.rows_known == 0 else ahead[:1]:
-            length = each.slot_count * ROW_BYTES
-            expect_read(each, PAGE_BYTES, length, self._calls)
         self.recover(segment)
         return True
 
@@ -507,9 +500,7 @@ class SegmentPool:
             if segment.known:
                 return
         try:
-            rows = read_table(segment, self._calls)
-            sound, digests = check_rows(rows, life, segment.part)
-            live = sound & self._are_current(rows)
+            slots, digests, written = self._read_live(segment, life)
         except OSError:
             with self._lock:
                 self._mark_known(segment)
@@ -520,10 +511,24 @@ class SegmentPool:
             # Meanwhile it may have begun a new life, or `page` may have read it.
             if segment.life != life or not self._mark_known(segment):
                 return
-            slots = np.flatnonzero(live)
-            self.index.add_recovered(segment, slots, digests[slots])
-            written = np.flatnonzero(sound)
+            self.index.add_recovered(segment, slots, digests)
             segment.next_slot = int(written[-1]) + 1 if len(written) else 0
+
+    def _read_live(
+        self, segment: DiskSegment, life: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
+        """Slots with blocks that count, their digests, and all slots that were written."""
+        scan, segment.scan = segment.scan, None
+        if scan is not None:
+            written = np.flatnonzero(scan.digests)
+            count = sum(self.generations.current(name) == each for name, each in scan.generations)
+            if count in (0, len(scan.generations)):
+                slots = written if count else written[:0]
+                return slots, scan.digests[slots], written
+        rows = read_table(segment, self._calls)
+        sound, digests = check_rows(rows, life, segment.part)
+        slots = np.flatnonzero(sound & self._are_current(rows))
+        return slots, digests[slots], np.flatnonzero(sound)
 
     def forget_if_removed(self, segment: DiskSegment) -> bool:
         """Whether a file cannot be used because it is not there, which concerns its blocks alone.

@@ -2,7 +2,7 @@
 
     I/O         reads and writes runs of slots; reads go first, and one thread does nothing else
     keeper      gives saves their slots, writes rows, opens and gives up segments, tries again
-    recovery    reads the tables that were there at the start, newest segment first; then ends
+    recovery    finds the blocks that were there at the start, newest segment first; then ends
 
 The order of a save is kept by the keeper: block and trailer were written when a run comes back to
 it, then it writes the rows, several at once, then it names the blocks in the index and reports.
@@ -557,7 +557,7 @@ class DiskThreads:
                     board.change_state()
 
     def recover_next(self, pool: SegmentPool) -> bool:
-        """Reads one more table; false if there is none."""
+        """Finds the blocks of one more table; false if there is none."""
         try:
             return pool.recover_next()
         except OSError as error:
