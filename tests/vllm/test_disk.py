@@ -39,9 +39,10 @@ def test_after_kill_9_of_everything_the_next_engine_answers_from_the_disk(
 ) -> None:
     _, computed, _ = save_and_die(run, tmp_path / "disk")
 
-    (again, _, without, _, later), output = run(
+    (_, again, _, without, _, later), output = run(
         "llama",
         [
+            {"act": "store", "on": 1},
             generate(),
             {"act": "kill_store"},
             generate(forget=True),
@@ -70,9 +71,9 @@ def test_two_ranks_find_their_parts_again_after_kill_9(
 ) -> None:
     save_and_die(run, tmp_path / "disk", ranks=2)
 
-    (again,), _ = run(
+    (_, again), _ = run(
         "llama",
-        [generate()],
+        [{"act": "store", "on": 1}, generate()],
         connector=PENSTOCK,
         disk=str(tmp_path / "disk"),
         weights=WEIGHTS,
