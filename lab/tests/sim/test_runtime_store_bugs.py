@@ -52,9 +52,9 @@ def plant_belief_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that does not answer is taken for dead; what it does later is late."""
     lose = StoreLink._lose
 
-    def lose_copies_too(self: StoreLink, why: str, *, fenced: bool) -> None:
+    def lose_copies_too(self: StoreLink, why: str, **more: bool) -> None:
         self._fail_copies_below(self._ticket + 1, why)
-        lose(self, why, fenced=fenced)
+        lose(self, why, **more)
 
     monkeypatch.setattr(StoreLink, "_lose", lose_copies_too)
 
@@ -64,7 +64,7 @@ def plant_forgotten_voids(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = StoreLink._begin
 
     def begin_without_voids(self: StoreLink, now: float) -> None:
-        self._voids.clear()
+        self._resets._asked.clear()
         begin(self, now)
 
     monkeypatch.setattr(StoreLink, "_begin", begin_without_voids)
