@@ -63,7 +63,7 @@ def test_a_folder_that_others_can_write_to_is_refused_and_named(tmp_path: Path, 
         "folder is made right"
     )
     assert list(folder.iterdir()) == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before  # Others may go: of what tests before this one have left.
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o750, 0o2700])

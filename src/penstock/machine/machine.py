@@ -266,9 +266,10 @@ def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     search.expire(books, now)
     books.rates.tick()
     books.expire_blocks(now)
+    # First what takes slots, then what makes room.
+    write_behind.go_on_everywhere(books, now)
     for tier in books.owned_tiers():
         writes.keep_watermark(books, tier, now)
-    write_behind.go_on_everywhere(books, now)
 
 
 def _cancel(books: Books, event: ev.Cancel, now: float) -> None:
