@@ -174,14 +174,14 @@ def test_without_any_server_it_is_down_and_comes_back_with_one(vllm: Engine) -> 
     assert up["health"]["state"] == "ok"
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8000", "http://", "http://a b", ""])
+@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:port", "http://", "http://a b", ""])
 def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["dashboard", "--metrics", url]) == 2
     assert "--metrics" in capsys.readouterr().err
 
 
 def test_a_server_that_would_count_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    urls = ("--metrics", "http://127.0.0.1:8000", "--metrics", "http://127.0.0.1:8000/metrics")
+    urls = ("--metrics", "127.0.0.1:8000", "--metrics", "http://127.0.0.1:8000/metrics")
 
     assert run(["dashboard", *urls]) == 2
     assert capsys.readouterr().err == (
