@@ -5,6 +5,7 @@ The file that `PENSTOCK_TAMPER` names says what is done to every load from then 
 | word       | done to the second block of each load                         | must be        |
 |------------|---------------------------------------------------------------|----------------|
 | `flip`     | a bit of it is flipped in host memory                          | found          |
+| `first`    | the same, of a step's first load alone                         | found          |
 | `exchange` | its bytes and sums are exchanged with another block's          | found          |
 | `older`    | bytes and sums that lay in its slot before the reset come back | found          |
 | `layers`   | the bytes and sums of two of its layers are exchanged          | found          |
@@ -70,7 +71,7 @@ class TamperedWorker(WorkerConnector):
         copies = decode_plan(plan).copies if word and plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD and len(copy.keys) > 2]
         device, host, *_ = self._rank.executor.stores
-        for load in loads:
+        for load in loads[:1] if word == "first" else loads:
             # One rank is enough: a block that is wrong on one is wrong.
             if word != "device" and self._rank.facts.rank == 0:
                 tamper(host, word, *load.source_slots.tolist()[1:3])
@@ -116,7 +117,7 @@ def tamper(host: Any, word: str, slot: int, other: int) -> None:
     one, two = rows_of(host, slot), rows_of(host, other)
     slots = np.array([slot, other], dtype=np.int32)
     sums = host.sums(slots).copy()
-    if word == "flip":
+    if word in {"flip", "first"}:
         one[5] ^= 1
     elif word == "exchange":
         kept = one.copy()
