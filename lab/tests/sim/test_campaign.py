@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.sim import campaign
 from lab.sim.campaign import Failure, Outcome, run_campaign, run_seeds
 from lab.sim.coverage import (
     EVENT_KINDS,
@@ -29,8 +30,14 @@ def coverage_that_saw_everything() -> Coverage:
     return seen
 
 
+@pytest.fixture(name="_small_batches")
+def take_few_seeds_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "_BATCH_SEEDS", 5)
+
+
+@pytest.mark.usefixtures("_small_batches")
 def test_the_number_of_processes_does_not_change_the_result() -> None:
-    seeds = range(60)
+    seeds = range(12)
 
     alone = run_campaign(seeds, jobs=1)
     together = run_campaign(seeds, jobs=2)
@@ -39,12 +46,13 @@ def test_the_number_of_processes_does_not_change_the_result() -> None:
     assert together.failures == alone.failures
 
 
+@pytest.mark.usefixtures("_small_batches")
 def test_progress_counts_every_seed() -> None:
     steps: list[int] = []
 
-    run_campaign(range(60), progress=steps.append)
+    run_campaign(range(12), progress=steps.append)
 
-    assert sum(steps) == 60
+    assert steps == [5, 5, 2]
 
 
 def test_failures_are_told_in_the_order_of_seeds() -> None:

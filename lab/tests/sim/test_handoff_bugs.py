@@ -49,9 +49,9 @@ def finder_of(seed: int) -> str:
     return "nobody"
 
 
-def first_finder(seed_count: int) -> str:
+def first_finder(seed_count: int, first: int = 0) -> str:
     """Who finds something first in so many worlds."""
-    finders = map(finder_of, range(seed_count))
+    finders = map(finder_of, (first, *range(seed_count)))
     return next((finder for finder in finders if finder != "nobody"), "nobody")
 
 
@@ -171,36 +171,36 @@ def plant_no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    pytest.param(plant_any_rank_will_do, 20, id="any rank will do"),
-    pytest.param(plant_no_fence, 60, id="no fence"),
-    pytest.param(believe_every_report, 200, id="no epoch check of reports"),
-    pytest.param(begin_what_was_dropped, 20, id="no epoch check of expects"),
-    pytest.param(serve_what_was_stopped, 40, id="no epoch check of what was stopped"),
-    pytest.param(merge_earlier_claims, 200, id="no epoch check of claims"),
-    pytest.param(stop_later_claims, 20, id="no epoch check of stops"),
-    pytest.param(answer_earlier_claims, 200, id="no epoch check of questions"),
-    pytest.param(close_later_claims, 400, id="no epoch check of closes"),
-    pytest.param(plant_hasty_release, 60, id="hasty release"),
-    pytest.param(plant_one_prefill_rank_will_do, 40, id="one prefill rank will do"),
-    pytest.param(plant_berth_reused_early, 20, id="berth reused early"),
-    pytest.param(plant_unverified_parts, 150, id="unverified parts"),
-    pytest.param(plant_early_writes, 20, id="writes what is not computed"),
-    pytest.param(plant_claims_never_repeated, 20, id="claims never repeated"),
-    pytest.param(plant_no_backoff, 200, id="no backoff"),
-    pytest.param(plant_no_deadline, 400, id="no deadline"),
-    pytest.param(plant_unbounded_areas, 300, id="unbounded areas"),
-    pytest.param(plant_any_life, 1200, id="any life", marks=pytest.mark.long),
+    pytest.param(plant_any_rank_will_do, 20, 1, id="any rank will do"),
+    pytest.param(plant_no_fence, 60, 15, id="no fence"),
+    pytest.param(believe_every_report, 200, 47, id="no epoch check of reports"),
+    pytest.param(begin_what_was_dropped, 20, 2, id="no epoch check of expects"),
+    pytest.param(serve_what_was_stopped, 40, 2, id="no epoch check of what was stopped"),
+    pytest.param(merge_earlier_claims, 200, 58, id="no epoch check of claims"),
+    pytest.param(stop_later_claims, 20, 2, id="no epoch check of stops"),
+    pytest.param(answer_earlier_claims, 200, 53, id="no epoch check of questions"),
+    pytest.param(close_later_claims, 400, 262, id="no epoch check of closes"),
+    pytest.param(plant_hasty_release, 60, 13, id="hasty release"),
+    pytest.param(plant_one_prefill_rank_will_do, 40, 1, id="one prefill rank will do"),
+    pytest.param(plant_berth_reused_early, 20, 1, id="berth reused early"),
+    pytest.param(plant_unverified_parts, 150, 2, id="unverified parts"),
+    pytest.param(plant_early_writes, 20, 1, id="writes what is not computed"),
+    pytest.param(plant_claims_never_repeated, 20, 6, id="claims never repeated"),
+    pytest.param(plant_no_backoff, 200, 31, id="no backoff"),
+    pytest.param(plant_no_deadline, 400, 120, id="no deadline"),
+    pytest.param(plant_unbounded_areas, 300, 61, id="unbounded areas"),
+    pytest.param(plant_any_life, 1200, 0, id="any life", marks=pytest.mark.long),
 ]
-"""What is planted, and how many seeds find it at the latest."""
+"""What is planted, how many seeds find it at the latest, and one that has: looked at first."""
 
 
-@pytest.mark.parametrize(("plant", "seed_count"), PLANTED)
+@pytest.mark.parametrize(("plant", "seed_count", "seed"), PLANTED)
 def test_a_bug_that_was_planted_is_found(
-    plant: Plant, seed_count: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, seed_count: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    assert first_finder(seed_count) != "nobody"
+    assert first_finder(seed_count, seed) != "nobody"
 
 
 def test_claims_that_are_never_repeated_are_found_because_nothing_is_delivered(
@@ -208,9 +208,7 @@ def test_claims_that_are_never_repeated_are_found_because_nothing_is_delivered(
 ) -> None:
     plant_claims_never_repeated(monkeypatch)
 
-    finders = {finder_of(seed) for seed in range(60)}
-
-    assert "usefulness" in finders
+    assert "usefulness" in map(finder_of, (39, *range(60)))
 
 
 def test_writes_into_memory_given_back_are_what_a_missing_fence_leads_to(

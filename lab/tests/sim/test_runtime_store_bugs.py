@@ -36,8 +36,8 @@ class StormyWorld(RuntimeWorld):
         return replace(weather, reset=0.06, event_budget=150, store=store, resize=0.0, sleep=0.0)
 
 
-def first_failure() -> Failure | None:
-    for seed in SEEDS:
+def first_failure(first: int) -> Failure | None:
+    for seed in (first, *SEEDS):
         world = StormyWorld(seed)
         if world.stores is None:
             continue
@@ -90,20 +90,21 @@ def plant_unawaited_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    pytest.param(plant_belief_in_silence, {"reuse"}, id="late answer believed"),
-    pytest.param(plant_forgotten_voids, {"store"}, id="generation not checked"),
-    pytest.param(plant_early_reports, {"reuse"}, id="reported before it ended"),
-    pytest.param(plant_unawaited_jobs, {"reuse"}, id="jobs of a lost session not awaited"),
+    pytest.param(plant_belief_in_silence, {"reuse"}, 186, id="late answer believed"),
+    pytest.param(plant_forgotten_voids, {"store"}, 269, id="generation not checked"),
+    pytest.param(plant_early_reports, {"reuse"}, 217, id="reported before it ended"),
+    pytest.param(plant_unawaited_jobs, {"reuse"}, 307, id="jobs of a lost session not awaited"),
 ]
+"""What is planted, who finds it, and a seed in which it was found: looked at first."""
 
 
-@pytest.mark.parametrize(("plant", "checkers"), PLANTED)
+@pytest.mark.parametrize(("plant", "checkers", "seed"), PLANTED)
 def test_a_bug_planted_around_the_store_process_is_found(
-    plant: Plant, checkers: set[str], monkeypatch: pytest.MonkeyPatch
+    plant: Plant, checkers: set[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure()
+    found = first_failure(seed)
 
     assert found is not None
     assert found.checker in checkers, found

@@ -25,8 +25,8 @@ SEEDS_MAX = 1500
 Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
 
-def first_failure(*, audited: bool) -> Failure | None:
-    for seed in range(SEEDS_MAX):
+def first_failure(first: int, *, audited: bool) -> Failure | None:
+    for seed in (first, *range(SEEDS_MAX)):
         world = World(seed, audited=audited)
         if world.weather.store is None:
             continue
@@ -94,25 +94,26 @@ def plant_missing_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    pytest.param(plant_row_before_payload, {"store"}, id="row before payload"),
-    pytest.param(plant_early_acknowledgement, {"store"}, id="acknowledged before written"),
-    pytest.param(plant_unchecked_generation, {"store", "bytes"}, id="generation not checked"),
+    pytest.param(plant_row_before_payload, {"store"}, 1003, id="row before payload"),
+    pytest.param(plant_early_acknowledgement, {"store"}, 13, id="acknowledged before written"),
+    pytest.param(plant_unchecked_generation, {"store", "bytes"}, 6, id="generation not checked"),
     pytest.param(
-        plant_belief_in_late_answers, {"store", "reuse", "operations"}, id="late answer believed"
+        plant_belief_in_late_answers, {"store", "reuse", "operations"}, 6, id="late answer believed"
     ),
-    pytest.param(plant_reuse_of_places_being_read, {"store", "bytes"}, id="place reused"),
-    pytest.param(plant_reuse_of_arena_slots, {"reuse"}, id="arena slot reused"),
-    pytest.param(plant_missing_blocks_that_stay, {"bytes"}, id="missing blocks stay"),
+    pytest.param(plant_reuse_of_places_being_read, {"store", "bytes"}, 225, id="place reused"),
+    pytest.param(plant_reuse_of_arena_slots, {"reuse"}, 198, id="arena slot reused"),
+    pytest.param(plant_missing_blocks_that_stay, {"bytes"}, 61, id="missing blocks stay"),
 ]
+"""What is planted, who finds it, and a seed in which it was found: looked at first."""
 
 
-@pytest.mark.parametrize(("plant", "checkers"), PLANTED)
+@pytest.mark.parametrize(("plant", "checkers", "seed"), PLANTED)
 def test_a_planted_bug_of_a_store_is_found_from_outside(
-    plant: Plant, checkers: set[str], monkeypatch: pytest.MonkeyPatch
+    plant: Plant, checkers: set[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(audited=False)
+    found = first_failure(seed, audited=False)
 
     assert found is not None
     assert found.checker in checkers
