@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,15 +35,22 @@ WORLDS = [
 ]
 REDUCED = [
     replace(ONE, budget=Budget(loss=1)),
-    *(replace(ONE, budget=Budget(crash=1), crashing=(party,)) for party in CRASHING),
+    replace(ONE, budget=Budget(crash=1), crashing=("D0",)),
     replace(ONE, prefill_count=2, decode_count=2),
     TWO_AT_ONCE,
+]
+REDUCED_LONG = [
+    *(replace(ONE, budget=Budget(crash=1), crashing=(party,)) for party in ("D", "P", "P0")),
     replace(TWO_AT_ONCE, budget=Budget(cancel=1)),
 ]
 MIRRORED = [
     replace(ONE, decode_count=2),
     replace(ONE, prefill_count=2, decode_count=2, budget=Budget(loss=1), berth_count=1),
 ]
+
+
+def long(*worlds: Small) -> list[Any]:
+    return [pytest.param(world, marks=pytest.mark.long) for world in worlds]
 
 
 @pytest.mark.parametrize("small", WORLDS, ids=lambda small: small.says)
@@ -82,7 +89,7 @@ class Ends:
         self.found.add(tuple(self._world.casting.actor(*party).freeze() for party in parties))
 
 
-@pytest.mark.parametrize("small", REDUCED, ids=lambda small: small.says)
+@pytest.mark.parametrize("small", [*REDUCED, *long(*REDUCED_LONG)], ids=lambda small: small.says)
 def test_reduced_it_visits_fewer_states_and_comes_to_the_same_ends(small: Small) -> None:
     whole, reduced = small.make_ruled(), replace(small, reduced=True).make_ruled()
     ends, reduced_ends = Ends(whole), Ends(reduced)
@@ -103,6 +110,7 @@ def ends_of(small: Small) -> set[Hashable]:
     return ends.found
 
 
+@pytest.mark.long
 def test_one_crash_of_any_party_is_a_crash_of_one_of_them() -> None:
     anybody = replace(ONE, budget=Budget(crash=1), suspicious=False)
 
@@ -112,7 +120,7 @@ def test_one_crash_of_any_party_is_a_crash_of_one_of_them() -> None:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("small", MIRRORED, ids=lambda small: small.says)
+@pytest.mark.parametrize("small", [MIRRORED[0], *long(*MIRRORED[1:])], ids=lambda small: small.says)
 def test_of_a_state_and_its_image_one_is_enough(small: Small, *, reduced: bool) -> None:
     whole, halved = small.make_ruled(), replace(small, reduced=reduced, mirrored=True).make_ruled()
     ends, halved_ends = Ends(whole), Ends(halved)
@@ -156,10 +164,8 @@ def test_a_world_in_which_one_certain_rank_may_die_has_no_mirror() -> None:
     assert replace(small, crashing=("P0",)).make_ruled().mirror() is not None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parties"),
-    [((1, 2), ("D0", "D1")), pytest.param((2, 1), ("P0", "P1"), marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "parties"), [((1, 2), ("D0", "D1")), ((2, 1), ("P0", "P1"))])
 def test_which_of_several_ranks_dies_makes_no_difference(
     ranks: tuple[int, int], parties: tuple[str, str]
 ) -> None:
@@ -181,7 +187,7 @@ def test_which_of_several_ranks_dies_makes_no_difference(
 def test_what_only_looks_eager_would_hide_ends_if_it_were_not_reviewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = replace(TWO_AT_ONCE, budget=Budget(cancel=1), reduced=True)
+    small = replace(ONE, budget=Budget(cancel=1), reduced=True)
     reviewed = explore_in_bulk(small.make_ruled())
     monkeypatch.setattr(Eagerness, "review", lambda _: set())
 

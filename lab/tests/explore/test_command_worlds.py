@@ -13,8 +13,8 @@ from lab.worlds.fleets import EXPLORED, AnyWorld
 
 FIGURES = Path(__file__).parents[3] / "docs" / "measurements" / "explorer.csv"
 
-QUICK = ("one-any-fault", "two-by-two-loss")
-"""Some seconds of one core, and each kind of fault in one of them."""
+QUICK = ("one-any-fault",)
+"""Some seconds of one core, and each kind of fault."""
 
 AMPLE_S = 3600.0
 """Far more than any of them takes, however busy the machine is."""

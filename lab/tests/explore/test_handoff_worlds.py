@@ -68,7 +68,9 @@ PREFILL_SCHEDULER_DIES = small(
 
 
 @pytest.mark.parametrize(
-    "world", [*QUICK, SCHEDULER_DIES, PREFILL_SCHEDULER_DIES], ids=lambda world: world.name
+    "world",
+    [*QUICK, SCHEDULER_DIES, pytest.param(PREFILL_SCHEDULER_DIES, marks=pytest.mark.long)],
+    ids=lambda world: world.name,
 )
 def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> None:
     result = world.look()
@@ -84,7 +86,10 @@ def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> No
         {"layer_count": 2},
         {"prefill_count": 2, "decode_count": 2},
         {"prefill_count": 2, "decode_count": 2, "budget": Budget(loss=1), "berth_count": 1},
-        {"request_count": 2, "budget": Budget(cancel=1), "berth_count": 1},
+        pytest.param(
+            {"request_count": 2, "budget": Budget(cancel=1), "berth_count": 1},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )
@@ -159,8 +164,15 @@ def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
     assert problem.startswith("given back: D0")
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("crashing", ["P", "P0"])
+@pytest.mark.parametrize(
+    ("crashing", "reduced"),
+    [
+        ("P", False),
+        ("P0", True),
+        pytest.param("P", True, marks=pytest.mark.long),
+        pytest.param("P0", False, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_calls_a_handoff_dropped_while_it_writes_to_its_slots_is_found(
     crashing: str, monkeypatch: pytest.MonkeyPatch, *, reduced: bool
 ) -> None:

@@ -54,14 +54,17 @@ def problem_of(world: Small) -> str:
         replace(ONE, name="false suspicion", budget=Budget(suspect=1)),
         replace(ONE, name="a rank dies", budget=Budget(crash=1), crashing=("P0",)),
         replace(ONE, name="a relay dies", budget=Budget(relay=1)),
-        replace(
-            ONE,
-            name="a relay with areas of two sources",
-            prefill_count=2,
-            berth_count=1,
-            budget=Budget(relay=1),
-            bulk=False,
-            delays=2,
+        pytest.param(
+            replace(
+                ONE,
+                name="a relay with areas of two sources",
+                prefill_count=2,
+                berth_count=1,
+                budget=Budget(relay=1),
+                bulk=False,
+                delays=2,
+            ),
+            marks=pytest.mark.long,
         ),
     ],
     ids=lambda world: world.name,
@@ -74,8 +77,15 @@ def test_where_the_agent_is_destroyed_nothing_is_found(world: Small) -> None:
     assert result.finished_count > 0
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize(
+    ("bulk", "reduced"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.long),
+        pytest.param(True, False, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("fault", ["write", "suspect", "crash", "relay"])
 @pytest.mark.parametrize("fence", [RELEASED_HANDLES, DEREGISTERED], ids=lambda fence: fence.name)
 def test_what_is_no_fence_is_found_by_a_write_into_memory_given_back(
