@@ -15,7 +15,11 @@ import pytest
 import torch
 
 import penstock
-from lab.fixtures.arena_damage import DAMAGES, flip_bits
+from lab.fixtures.arena_damage import (
+    DAMAGES,
+    bring_back_older_of_the_same_keys,
+    flip_bits,
+)
 from penstock.machine.kv_events import BlocksRemoved
 from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
@@ -204,12 +208,14 @@ def _ready(lease: Lease) -> bool:
     return lease.state is penstock.LeaseState.READY
 
 
+QUICK = [(flip_bits, "numpy"), (flip_bits, "torch"), (bring_back_older_of_the_same_keys, "numpy")]
 EVERY_DAMAGE = [
     pytest.param(
         damage,
         memory,
-        # Between kinds of memory, damage in the arena makes no difference.
-        marks=[pytest.mark.long] if memory == "torch" and damage is not flip_bits else [],
+        # Between kinds of memory, damage in the arena makes no difference. Each kind of damage is
+        # found by every mover that checks: see the suites of `tests/conformance`.
+        marks=[] if (damage, memory) in QUICK else [pytest.mark.long],
     )
     for damage in DAMAGES
     for memory in MEMORIES

@@ -56,8 +56,8 @@ for line in sys.stdin:
             report = rank.step()
             print("-" if report is None else report.hex(), flush=True)
         case ["serve", address]:
-            channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 60)
-            print(serve(channel, rank, until=time.monotonic() + 300), flush=True)
+            channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 300)
+            print(serve(channel, rank, until=time.monotonic() + 3600), flush=True)
         case ["kv", *slots]:
             print(hashlib.sha256(kv[list(map(int, slots))].tobytes()).hexdigest(), flush=True)
         case ["wipe"]:
@@ -140,7 +140,7 @@ def settle(owner: penstock.Offload, ranks: list[RankProcess]) -> list[ef.Ended |
 # ---------------------------------------------------------------- with the engine's messages
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_in_processes_get_back_what_they_gave(count: int) -> None:
     config = penstock.parse_config(config_of(count))
     keys = keys_of(config, 3)
@@ -190,10 +190,10 @@ def test_a_killed_rank_fails_its_operations_and_works_again_when_it_is_back() ->
 
 
 def test_two_engines_at_once_share_nothing() -> None:
-    config = penstock.parse_config(config_of(2))
+    config = penstock.parse_config(config_of(1))
     keys = keys_of(config, 2)
-    with rank_processes(2) as ours, ExitStack() as stack:
-        theirs = [stack.enter_context(rank_process(config_of(2), n, 50 + n)) for n in range(2)]
+    with rank_processes(1) as ours, rank_process(config_of(1), 0, 50) as other:
+        theirs = [other]
         engines = [
             (penstock.open_offload(config, ranks=[rank.facts for rank in ranks]), ranks)
             for ranks in (ours, theirs)
@@ -290,13 +290,13 @@ def finish(owner: penstock.Offload) -> list[ef.Ended | ef.Settled]:
 
 
 def test_ranks_serve_their_owner_over_zeromq() -> None:
-    with served(3) as (owner, ranks, _):
-        keys = keys_of(penstock.parse_config(config_of(3)), 3)
+    with served(2) as (owner, ranks, _):
+        keys = keys_of(penstock.parse_config(config_of(2)), 3)
         owner.save(keys, [0, 1, 2], cause="save")
         finish(owner)
         owner.load(keys, [5, 6, 7], cause="load")
         (ended,) = finish(owner)
-        drained = owner.close(timeout_s=60)
+        drained = owner.close(timeout_s=300)
 
         assert isinstance(ended, ef.Ended)
         assert ended.outcome is Outcome.DONE

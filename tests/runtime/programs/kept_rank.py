@@ -23,8 +23,8 @@ def main(text: str, number: str, seed: str, address: str) -> None:
     config = penstock.parse_config(text)
     rank = penstock.open_rank(config, rank=int(number), kv=kv, keeper=keeper())
     with penstock.StopSignal() as stop, rank:
-        channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 60)
-        until = time.monotonic() + 300
+        channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 300)
+        until = time.monotonic() + 3600
         serve(channel, rank, until=until, descriptors=[stop.descriptor], drain_s=5.0)
         channel.close()
 
