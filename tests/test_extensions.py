@@ -143,6 +143,7 @@ class TestTier(SumKeepingTierSuite):
         return tier
 
 
+@pytest.mark.long  # Each sentence has a process; the next test is a share of it.
 class TestTransport(DataTransportSuite):
     def make_target(self) -> Target:
         target: Target = transport_named("wire").open_target(None)
@@ -150,6 +151,16 @@ class TestTransport(DataTransportSuite):
 
     def make_writer(self) -> SuiteWriter:
         return ProcessWriter("wire")
+
+
+def test_a_writer_in_another_process_uses_the_transport_of_another_distribution() -> None:
+    suite = TestTransport()
+    target, writer = suite.make_target(), suite.make_writer()
+    try:
+        suite.test_bytes_land_where_they_belong_and_nowhere_else(target, writer)
+    finally:
+        writer.end()
+        target.close()
 
 
 def open_cache(*, failures: int = 0) -> penstock.Cache:

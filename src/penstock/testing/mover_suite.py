@@ -49,7 +49,7 @@ TARGETS = (5, 3, 4)
 """Apart from `SOURCES`, for a mover whose two ends are the same tier."""
 POLLS_MAX = 100  # More than any copy here can need.
 UNLIMITED = 1 << 40
-SEEDS = range(200)
+SEEDS = range(80)
 """How often each kind of damage is done, to blocks of every layout in turn."""
 GROUPED = ("two groups", "groups of different kinds")
 
