@@ -76,8 +76,16 @@ def read_imports(package: Path) -> Graph:
     return graph
 
 
+def statements_of(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements and handlers below a node, without expressions, of which there are many."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for each in getattr(node, field, ()):
+            yield each
+            yield from statements_of(each)
+
+
 def _imported(path: Path, root: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements_of(ast.parse(path.read_text(encoding="utf-8"))):
         modules: Iterable[str] = ()
         if isinstance(node, ast.Import):
             modules = (alias.name for alias in node.names)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "penstock"
 WORD = re.compile(r"[A-Za-z_]\w*")
+DEFINED = re.compile(r"\b(?:def|class) +(\w+)")
 
 FOR_TESTS = "testing/"
 """What lies there is used by tests, ours and those of others."""
@@ -61,6 +62,8 @@ def named_once(sources: Mapping[str, str]) -> set[str]:
         f"{file}:{node.name}"
         for file, text in sources.items()
         if not file.startswith(FOR_TESTS)
+        # To read a file word by word is quick, to parse it is not.
+        if any(words[name] == 1 for name in DEFINED.findall(text))
         for node in ast.walk(ast.parse(text))
         if isinstance(node, Definition) and words[node.name] == 1
         if not is_special(node.name) and not is_command(node)

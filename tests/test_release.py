@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import penstock
+from lab.architecture import statements_of
 from penstock import errors
 from penstock.cli.entry import main
 from penstock.config import parse_config
@@ -79,7 +80,7 @@ def imported() -> frozenset[str]:
     """The distributions that the package imports, anywhere."""
     modules: set[str] = set()
     for path in (ROOT / "src" / "penstock").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements_of(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lab.architecture import statements_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -115,7 +117,7 @@ def facts_of(name: str) -> FileFacts:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         ],
     )
-    for node in ast.walk(module):
+    for node in statements_of(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             facts.functions[f"{name}:{node.name}"] = node.end_lineno - node.lineno + 1
