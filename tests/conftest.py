@@ -12,6 +12,7 @@ settings.register_profile(
     "penstock",
     deadline=None,
     derandomize=True,
+    max_examples=50,
     # How long examples take to draw says something about the machine, and nothing about the code.
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -53,7 +53,7 @@ def play_below(requests: list[TraceRequest], blocks: int, eviction: str) -> Repl
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("share", [0.05, 0.3])
+@pytest.mark.parametrize("share", [0.05, pytest.param(0.3, marks=pytest.mark.long)])
 def test_little_traffic_of_any_kind_loses_nothing_that_matters(kind: str, share: float) -> None:
     requests = requests_of(KINDS[kind](Random(f"{kind} {share}"), 150))
     different = len({key for request in requests for key in request.keys})
@@ -77,7 +77,12 @@ def test_traffic_that_is_known_to_lose_more_loses_no_more_than_that(seed: int) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "share"), [("documents", 0.1), ("reversals", 0.2), ("chats", 0.1)]
+    ("kind", "share"),
+    [
+        ("documents", 0.1),
+        pytest.param("reversals", 0.2, marks=pytest.mark.long),
+        pytest.param("chats", 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_a_tier_that_refuses_blocks_loses_nothing_that_matters_either(
     kind: str, share: float

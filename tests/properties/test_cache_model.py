@@ -489,8 +489,8 @@ class CalmLife(CacheLife):
 @pytest.mark.parametrize(
     ("life", "lives"),
     [
-        (CacheLife, 200),
-        (CalmLife, 40),
+        (CacheLife, 60),
+        (CalmLife, 15),
         pytest.param(CacheLife, 2000, marks=pytest.mark.long),
         pytest.param(CalmLife, 400, marks=pytest.mark.long),
     ],

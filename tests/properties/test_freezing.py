@@ -36,7 +36,7 @@ thorough = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=80,
+    max_examples=40,
     suppress_health_check=list(HealthCheck),
 )
 

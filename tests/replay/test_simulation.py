@@ -71,7 +71,7 @@ def found_by_naive_lru(trace: list[TraceRequest], slots: int) -> tuple[int, int]
 
 
 @given(traces, st.integers(1, 14))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_replay_without_rates_finds_what_a_naive_lru_finds(
     trace: list[TraceRequest], slots: int
 ) -> None:
@@ -116,7 +116,7 @@ def found_by_naive_belady(trace: list[TraceRequest], slots: int) -> int:
 
 
 @given(traces, st.integers(0, 14))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_bound_is_what_a_naive_belady_finds(trace: list[TraceRequest], slots: int) -> None:
     assert best_of(trace).found(slots) == found_by_naive_belady(trace, slots)
 
@@ -145,7 +145,7 @@ def test_a_bound_without_room_for_its_file_says_what_to_do(
     st.sampled_from(["lru", "s3fifo"]),
     st.sampled_from([Speeds(), Speeds(prefill_tokens_per_s=10, tier_bytes_per_s={"host": 900})]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_policy_and_no_timing_beats_the_bound(
     trace: list[TraceRequest], slots: int, below: int, eviction: str, speeds: Speeds
 ) -> None:
@@ -161,7 +161,7 @@ def test_no_policy_and_no_timing_beats_the_bound(
 
 
 @given(traces, st.sampled_from([0.5, 20.0]), st.floats(0.1, 1000), st.floats(0.1, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_all_requests_end_and_all_room_comes_back_whatever_the_rates(
     trace: list[TraceRequest], decode: float, prefill: float, copies: float
 ) -> None:

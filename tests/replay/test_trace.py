@@ -244,7 +244,7 @@ fields = st.sampled_from(
     )
 )
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_hostile_lines_are_read_or_refused_and_nothing_else(
     tmp_path: Path, lines: list[bytes]

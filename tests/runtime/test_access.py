@@ -396,10 +396,14 @@ def expect_whole_or_refused(engine: Engine, lease: penstock.Lease) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:the cache was closed with open leases:ResourceWarning")
+@pytest.mark.parametrize(
+    ("each_of", "stride"), [(16, 13), pytest.param(40, 7, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("work", WORK)
 def test_an_interrupt_leaves_the_books_right_or_every_later_call_says_why(
-    work: Callable[[Engine, penstock.Lease], None],
+    work: Callable[[Engine, penstock.Lease], None], each_of: int, stride: int
 ) -> None:
+    """In each of the first lines, and in some of those after them."""
     outcomes: list[bool] = []
     line = 1
     while True:
@@ -423,7 +427,7 @@ def test_an_interrupt_leaves_the_books_right_or_every_later_call_says_why(
         engine.cache.close()
         # Memory is given back whatever happened, and nothing is left to copy.
         assert not engine.driver.links.executor.busy  # type: ignore[attr-defined]
-        line += 1 if line < 40 else 7
+        line += 1 if line < each_of else stride
     assert len(outcomes) > 10
 
 

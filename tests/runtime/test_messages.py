@@ -130,7 +130,7 @@ def test_a_report_is_read_as_it_was_written(report: RankReport) -> None:
     assert decode_report(encode_report(report)) == report
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(message=st.binary(max_size=200))
 def test_garbage_is_refused_by_one_kind_of_error(message: bytes) -> None:
     for read in (decode_plan, decode_report):
@@ -156,7 +156,7 @@ def test_a_message_that_promises_billions_is_refused_without_making_room(body: b
         decode_plan(b"P" + bytes([VERSION]) + body)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(plan=plans(), data=st.data())
 def test_a_damaged_plan_is_refused_or_still_makes_sense(plan: Plan, data: st.DataObject) -> None:
     message = bytearray(encode_plan(plan))

@@ -165,10 +165,10 @@ class Workload:
 
 
 LIVES: dict[str, tuple[int, dict[str, object]]] = {
-    "two tiers below": (1000, {"blocks": 24, "tiers": {"host": 16, "far": 100}}),
+    "two tiers below": (500, {"blocks": 24, "tiers": {"host": 16, "far": 100}}),
     "one tier below": (500, {"blocks": 30, "tiers": {"host": 60}}),
     "written back": (
-        500,
+        250,
         {
             "blocks": 40,
             "tiers": {"host": 80},
@@ -180,7 +180,7 @@ LIVES: dict[str, tuple[int, dict[str, object]]] = {
 """How many requests, over which tiers."""
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("life", LIVES)
 def test_a_long_random_life_reads_every_byte_right_and_loses_no_slot(
     make_engine: MakeEngine, life: str, times: int

@@ -13,8 +13,9 @@ from penstock.vocabulary.checksums import Algorithm, CellSums
 from penstock.vocabulary.narrowing import cell_positions, narrow
 
 
-def test_every_target_has_what_the_whole_model_has_and_nothing_else_is_touched() -> None:
-    for seed in range(100):
+@pytest.mark.parametrize("seeds", [25, pytest.param(200, marks=pytest.mark.long)])
+def test_every_target_has_what_the_whole_model_has_and_nothing_else_is_touched(seeds: int) -> None:
+    for seed in range(seeds):
         with failing_seed(seed):
             case = draw_case(seed)
 
@@ -23,9 +24,10 @@ def test_every_target_has_what_the_whole_model_has_and_nothing_else_is_touched()
             case.expect_equal()
 
 
-def test_sums_of_the_sources_verify_at_the_targets() -> None:
+@pytest.mark.parametrize("seeds", [15, pytest.param(80, marks=pytest.mark.long)])
+def test_sums_of_the_sources_verify_at_the_targets(seeds: int) -> None:
     """Where blocks have one size: the same key, the same cells, the same sums."""
-    for seed in range(40):
+    for seed in range(seeds):
         with failing_seed(seed):
             case = draw_case(seed, same_blocks=True)
             keys = [b"key %d" % at for at in range(len(case.source_blocks))]
@@ -47,9 +49,10 @@ def test_sums_of_the_sources_verify_at_the_targets() -> None:
                     )
 
 
-def test_what_travels_is_verified_by_sums_of_the_source() -> None:
+@pytest.mark.parametrize("seeds", [15, pytest.param(80, marks=pytest.mark.long)])
+def test_what_travels_is_verified_by_sums_of_the_source(seeds: int) -> None:
     """Whatever the size of the target's blocks: a part is packed as blocks of its source."""
-    for seed in range(40):
+    for seed in range(seeds):
         with failing_seed(seed):
             case = draw_case(seed)
             keys = [b"key %d" % at for at in range(len(case.source_blocks))]
@@ -70,8 +73,9 @@ def test_what_travels_is_verified_by_sums_of_the_source() -> None:
                 assert faults == [(len(keys) - 1, len(seen.cells) - 1)]
 
 
-def test_extents_say_the_same_as_copies() -> None:
-    for seed in range(40):
+@pytest.mark.parametrize("seeds", [15, pytest.param(80, marks=pytest.mark.long)])
+def test_extents_say_the_same_as_copies(seeds: int) -> None:
+    for seed in range(seeds):
         with failing_seed(seed):
             case = draw_case(seed)
             ratio = case.plan.unit_tokens // min(case.plan.source_tokens, case.plan.target_tokens)

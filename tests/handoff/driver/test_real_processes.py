@@ -439,7 +439,7 @@ def test_memory_of_a_silent_writer_comes_back_when_it_is_dead_and_not_before(fle
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
 def test_ranks_that_are_stopped_and_killed_lose_no_request_and_no_memory(fleet: Fleet) -> None:
-    count = 80
+    count = 30
 
     run(fleet, count, trouble_every=12)
 

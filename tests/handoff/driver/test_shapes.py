@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tests.handoff.driver.conftest import MakeWorld
 
 SEEDS = 200
+QUICK = 60
+"""So many of them in every test run."""
 
 
 class Request(NamedTuple):
@@ -62,7 +64,13 @@ def case_of(seed: int) -> Case:
     return Case(shape, HandoffSettings(bounds=bounds), tuple(requests))
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(QUICK),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(QUICK, SEEDS)),
+    ],
+)
 def test_every_shape_of_handoff_is_delivered_byte_for_byte(
     seed: int, make_world: MakeWorld
 ) -> None:

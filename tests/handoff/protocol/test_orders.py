@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -215,11 +216,12 @@ class Orders(RuleBasedStateMachine):
             assert world.parties[name].retired_bytes == 0
 
 
-def test_p2_everything_ends_once_in_any_order(make_world: type[World]) -> None:
+@pytest.mark.parametrize("lives", [50, pytest.param(300, marks=pytest.mark.long)])
+def test_p2_everything_ends_once_in_any_order(make_world: type[World], lives: int) -> None:
     run_state_machine_as_test(
         partial(Orders, make_world),
         settings=settings(
-            max_examples=150,
+            max_examples=lives,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=list(HealthCheck),
