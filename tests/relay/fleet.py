@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ENGINES = ("prefill", "decode")
-BACK_S = 90.0
+BACK_S = 600.0
 """Within this time prompts end, and travel again, after anything; on a busy machine, too."""
 AT_ONCE = 3
 TOKENS = range(40, 81)

@@ -306,7 +306,7 @@ def test_a_disk_that_does_not_answer_keeps_no_cache_from_closing(
     left = [each for each in threading.enumerate() if each.name == "penstock-curves"]
     assert [each.daemon for each in left] == [True]
     reader = os.open(stuck, os.O_RDONLY | os.O_NONBLOCK)
-    left[0].join(60)
+    left[0].join(600)
     os.close(reader)
     assert not left[0].is_alive()
 
@@ -321,7 +321,7 @@ def test_a_disk_that_does_not_answer_keeps_no_cache_from_opening(
 
     def slow_open(path: Path, *arguments: int) -> int:
         if str(path).endswith(".curves"):
-            answers.wait(60)
+            answers.wait(600)
         return real_open(path, *arguments)
 
     monkeypatch.setattr(os, "open", slow_open)
@@ -335,7 +335,7 @@ def test_a_disk_that_does_not_answer_keeps_no_cache_from_opening(
     left = [each for each in threading.enumerate() if each.name == "penstock-curves"]
     answers.set()
     for each in left:
-        each.join(60)
+        each.join(600)
     # What comes too late is not used: the machine may be at work by then.
     assert machine.learned() == before
 

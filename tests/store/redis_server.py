@@ -31,9 +31,10 @@ def free_port() -> int:
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(15_000, 22_000)
-        with socket.socket() as found:
+        with socket.socket() as found, socket.socket() as of_cluster:
             try:
                 found.bind(("127.0.0.1", port))
+                of_cluster.bind(("127.0.0.1", port + 10_000))
             except OSError:
                 continue
             return port
