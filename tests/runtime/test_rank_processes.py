@@ -32,19 +32,21 @@ STEPS_MAX = 2000
 # It opens a rank, tells its facts, and then does what its standard input says, line by line.
 RANK = """
 import hashlib, socket, sys, time
-import numpy as np, penstock
+import numpy as np
+from penstock.config import parse_config  # Not all that `penstock` exports: it loads sooner.
+from penstock.runtime.open import open_rank
 from penstock.runtime.rank import serve
 from penstock.transport.zeromq import connect
 
 text, number, seed, mode, fd = sys.argv[1:]
 kv = np.random.default_rng(int(seed)).random((8, 4, 16))
-config = penstock.parse_config(text)
+config = parse_config(text)
 arenas = {}
 peer = socket.socket(fileno=int(fd)) if mode in ("give", "take") else None
 if mode == "take":
     _, (arena,), _, _ = socket.recv_fds(peer, 16, 1)
     arenas = {"host": arena}
-rank = penstock.open_rank(config, rank=int(number), kv=kv, arenas=arenas)
+rank = open_rank(config, rank=int(number), kv=kv, arenas=arenas)
 if mode == "give":
     socket.send_fds(peer, [b"arena"], list(rank.arenas.values()))
 print(rank.facts.to_bytes().hex(), flush=True)

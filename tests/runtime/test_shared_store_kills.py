@@ -221,6 +221,7 @@ def test_store_processes_that_are_killed_under_load_cost_misses_only(
     assert sharing.corrupt() == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("segment")
 def test_a_master_of_mooncake_that_is_killed_under_load_costs_misses_only(
     master: MooncakeMaster, fleet: Callable[[str], Fleet]

@@ -164,7 +164,9 @@ def test_no_block_of_before_a_reset_comes_back_with_a_replica_that_was_behind(
     assert engine.cache.statistics().blocks_corrupt == 0
 
 
-@pytest.mark.parametrize("who", ["asked for it", "has seen it"])
+@pytest.mark.parametrize(
+    "who", ["has seen it", pytest.param("asked for it", marks=pytest.mark.long)]
+)
 def test_an_engine_tells_a_store_process_that_was_restarted_what_was_reset(
     redis: ReplicatedRedis, place: Callable[[str, str], SharingEngine], who: str
 ) -> None:
@@ -219,7 +221,9 @@ def test_a_reset_is_kept_when_a_replica_has_it(
     assert cached(engine) == ALL_TOKENS
 
 
-@pytest.mark.parametrize("restored", ["all of it", "the records"])
+@pytest.mark.parametrize(
+    "restored", ["the records", pytest.param("all of it", marks=pytest.mark.long)]
+)
 def test_no_block_of_before_a_reset_comes_back_with_a_backup_of_a_folder(
     tmp_path: Path, place: Callable[[str, str], SharingEngine], restored: str
 ) -> None:

@@ -161,7 +161,8 @@ secret_env = "OF_THE_TEST"
     server.stop()
 
 
-@pytest.mark.parametrize("where", ["bucket", "folder"])
+# Other tests here have engines over a folder.
+@pytest.mark.parametrize("where", ["bucket", pytest.param("folder", marks=pytest.mark.long)])
 def test_what_one_machine_has_put_into_objects_another_one_finds(
     place: Callable[[str, str], SharingEngine], tmp_path: Path, bucket: str, where: str
 ) -> None:

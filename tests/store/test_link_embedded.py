@@ -67,7 +67,7 @@ def test_it_is_started_again_whenever_it_was_killed(
     config: StoreConfig, make_engine: MakeEngine
 ) -> None:
     engine = make_engine().up()
-    for _ in range(3):
+    for _ in range(2):
         killed = pid_of(config)
         os.kill(killed, signal.SIGKILL)
         engine.until(

@@ -91,7 +91,8 @@ zmq_link.ZmqPulse.connect = CONNECT_PULSE
 """
 
 
-@pytest.fixture(params=[IPC, LOOPBACK], ids=["ipc", "tcp"])
+# A channel does the same over both; so does the suite in `tests/conformance`.
+@pytest.fixture(params=[IPC, pytest.param(LOOPBACK, marks=pytest.mark.long)], ids=["ipc", "tcp"])
 def near(request: pytest.FixtureRequest) -> str:
     """Where to listen."""
     address: str = request.param

@@ -12,17 +12,19 @@ import time
 
 import numpy as np
 
-import penstock
+from penstock.config import parse_config
+from penstock.runtime.open import open_rank
 from penstock.runtime.rank import serve
+from penstock.runtime.stop_signal import StopSignal
 from penstock.supervisor.keeper import keeper
 from penstock.transport.zeromq import connect
 
 
 def main(text: str, number: str, seed: str, address: str) -> None:
     kv = np.random.default_rng(int(seed)).random((8, 4, 16))
-    config = penstock.parse_config(text)
-    rank = penstock.open_rank(config, rank=int(number), kv=kv, keeper=keeper())
-    with penstock.StopSignal() as stop, rank:
+    config = parse_config(text)
+    rank = open_rank(config, rank=int(number), kv=kv, keeper=keeper())
+    with StopSignal() as stop, rank:
         channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 300)
         until = time.monotonic() + 3600
         serve(channel, rank, until=until, descriptors=[stop.descriptor], drain_s=5.0)
