@@ -226,8 +226,12 @@ def endless_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def always_load(tmp_path: Path) -> tuple[str, str]:
+    return always_load_options(tmp_path)
+
+
+def always_load_options(folder: Path) -> tuple[str, str]:
     """Options of a server that never measures whether computing a prompt would be quicker."""
-    file = tmp_path / "always-load.toml"
+    file = folder / "always-load.toml"
     cache = 'cache = { blocks = 64, load_gate = "off" }'
     file.write_text(f'version = 1\nmodel.name = "small-model"\n{cache}\n', encoding="utf-8")
     return "--config", str(file)

@@ -24,12 +24,14 @@ from tests.serve.test_lives import nobody_comes_back
 from tests.serve.test_roles import SIZES, STORY, delivered, reported, require_same
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.serve.conftest import Running
 
 
 NAMES = ("instance-0", "instance-1")
+PAIR = ("--prefill", "1", "--decode", "1")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,13 @@ def wanted(other_folder: Path) -> Any:
         return reported(fresh, STORY, logprobs=5)
 
 
+@pytest.fixture(scope="module")
+def pair(model_folder: Path) -> Iterator[Running]:
+    """For all tests that give it its own weights back."""
+    with serving(model_folder, *PAIR, *SIZES) as running:
+        yield running
+
+
 def load(running: Running, folder: Path, **more: Any) -> Any:
     answer = running.client.post("/admin/weights", json={"path": str(folder), **more})
     assert answer.status_code == 200, answer.text
@@ -64,62 +73,91 @@ def cached(answer: Any) -> int:
     return found
 
 
+def test_a_wrong_checkpoint_is_refused_and_the_server_goes_on(
+    pair: Running, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "longer", positions=1024)
+    before = reported(pair, STORY)
+
+    for path, message in (
+        (tmp_path / "longer", "whose positions is 1024, must be 512"),
+        (tmp_path / "nowhere", "must be a folder with a checkpoint, or a .gguf file"),
+    ):
+        answer = pair.client.post("/admin/weights", json={"path": str(path)})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+        assert message in answer.json()["error"]["message"]
+
+    after = reported(pair, STORY)
+    assert after["choices"] == before["choices"]
+    assert cached(after) > 0
+
+
+def test_both_instances_answer_as_a_server_that_began_with_the_new_weights(
+    pair: Running, model_folder: Path, other_folder: Path, wanted: Any
+) -> None:
+    require_new_weights(pair, model_folder, other_folder, wanted)
+
+
+# The pair above has two instances as well; what each rank loads is in `tests/engine`.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--instances", "2"),
-        # The pair below has two ranks as well.
-        pytest.param(("--tp", "2"), marks=pytest.mark.long),
-        ("--prefill-tp", "2", "--decode-tp", "1"),
-    ],
+    [("--instances", "2"), ("--tp", "2"), ("--prefill-tp", "2", "--decode-tp", "1")],
 )
 def test_every_instance_answers_as_a_server_that_began_with_the_new_weights(
     model_folder: Path, other_folder: Path, wanted: Any, options: tuple[str, ...]
 ) -> None:
     with serving(model_folder, *options, *SIZES) as running:
-        old = [reported(running, STORY, logprobs=5) for _ in range(3)]
+        require_new_weights(running, model_folder, other_folder, wanted)
 
-        result = load(running, other_folder, version="step-2")
 
-        names = sorted(
-            each["instance"] for each in running.client.get("/cache").json()["instances"]
-        )
-        assert sorted(result["instances"]) == names
-        assert (result["state"], result["failed"], result["aborted"]) == ("running", {}, 0)
-        assert result["weights_version"].startswith("step-2@")
-        before = delivered(running) if "--prefill-tp" in options else 0
-        found = [reported(running, STORY, logprobs=5) for _ in range(4)]
-        for each in found:
-            require_same(each, wanted)
-        assert cached(found[0]) == 0
-        assert old[0]["choices"] != found[0]["choices"]
-        if "--prefill-tp" in options:
-            assert delivered(running) == before + 1
+def require_new_weights(
+    running: Running, model_folder: Path, other_folder: Path, wanted: Any
+) -> None:
+    old = [reported(running, STORY, logprobs=5) for _ in range(3)]
 
-        load(running, model_folder, version="step-2")
+    result = load(running, other_folder, version="step-2")
 
-        require_same(reported(running, STORY, logprobs=5), old[0])
-        in_order = running.client.post("/admin/audit").json()["in_order"]
-        assert sorted(in_order) == names
+    names = sorted(each["instance"] for each in running.client.get("/cache").json()["instances"])
+    assert sorted(result["instances"]) == names
+    assert (result["state"], result["failed"], result["aborted"]) == ("running", {}, 0)
+    assert result["weights_version"].startswith("step-2@")
+    hands_over = "prefill-0" in names
+    before = delivered(running) if hands_over else 0
+    found = [reported(running, STORY, logprobs=5) for _ in range(4)]
+    for each in found:
+        require_same(each, wanted)
+    assert cached(found[0]) == 0
+    assert old[0]["choices"] != found[0]["choices"]
+    if hands_over:
+        assert delivered(running) == before + 1
+
+    load(running, model_folder, version="step-2")
+
+    require_same(reported(running, STORY, logprobs=5), old[0])
+    in_order = running.client.post("/admin/audit").json()["in_order"]
+    assert sorted(in_order) == names
 
 
 def test_an_instance_that_was_killed_comes_back_with_the_new_weights(
-    model_folder: Path, other_folder: Path, wanted: Any
+    pair: Running, model_folder: Path, other_folder: Path, wanted: Any
 ) -> None:
-    with serving(model_folder, *SIZES) as running:
-        load(running, other_folder, version="step-2")
-        [pid] = pids_of("instance-0", running)
+    load(pair, other_folder, version="step-2")
+    [pid] = pids_of("decode-0", pair)
 
-        with nobody_comes_back(running):
-            os.kill(pid, signal.SIGKILL)
-            eventually(lambda: running.client.get("/health").status_code, 503)
+    with nobody_comes_back(pair):
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: pair.client.get("/health").status_code, 503)
 
-        eventually(lambda: running.client.get("/health").status_code, 200)
-        found = reported(running, STORY, logprobs=5)
-        require_same(found, wanted)
-        assert running.cache()["weights_version"].startswith("step-2@")
+    eventually(lambda: pair.client.get("/health").status_code, 200)
+    found = reported(pair, STORY, logprobs=5)
+    require_same(found, wanted)
+    assert versions(pair, "decode-0")["decode-0"].startswith("step-2@")
+    load(pair, model_folder)
 
 
+# Whoever is lost in a load, and comes back to it, is played in `test_control`.
+@pytest.mark.long
 def test_an_instance_that_is_killed_while_it_loads_leaves_everybody_on_one_version(
     model_folder: Path, other_folder: Path, wanted: Any
 ) -> None:
@@ -160,23 +198,3 @@ def versions(running: Running, instance: str = "") -> dict[str, str]:
     given = {"instance": instance} if instance else {}
     instances = running.client.get("/cache", params=given).json()["instances"]
     return {each["instance"]: each["weights_version"] for each in instances}
-
-
-def test_a_wrong_checkpoint_is_refused_and_the_server_goes_on(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path / "longer", positions=1024)
-    with serving(model_folder, *SIZES) as running:
-        before = reported(running, STORY)
-
-        for path, message in (
-            (tmp_path / "longer", "whose positions is 1024, must be 512"),
-            (tmp_path / "nowhere", "must be a folder with a checkpoint, or a .gguf file"),
-        ):
-            answer = running.client.post("/admin/weights", json={"path": str(path)})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
-            assert message in answer.json()["error"]["message"]
-
-        after = reported(running, STORY)
-        assert after["choices"] == before["choices"]
-        assert cached(after) > 0

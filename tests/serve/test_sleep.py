@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.runtime.stored_engine import processes_of
-from tests.serve.conftest import eventually, pids_of, serving
+from tests.serve.conftest import always_load_options, eventually, pids_of, serving
 from tests.serve.test_new_weights import cached
 from tests.serve.test_roles import STORY, reported, require_same
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.serve.conftest import Running
 
 MIB = 1 << 20
@@ -39,111 +41,95 @@ def resident(running: Running, kind: str = "RssAnon|RssShmem") -> int:
     return total
 
 
-@pytest.mark.parametrize("options", [(), ("--tp", "2")])
-def test_a_server_gives_its_memory_back_and_answers_the_same_afterwards(
-    model_folder: Path, options: tuple[str, ...]
-) -> None:
-    with serving(model_folder, *LARGE, *options) as running:
-        first = reported(running, STORY, logprobs=5)
-        before = resident(running, "RssShmem")
-
-        assert post(running, "sleep", {"level": 2, "host": True})["state"] == "asleep"
-
-        assert before - resident(running, "RssShmem") > 35 * MIB
-        refused = running.client.post("/v1/completions", json={"prompt": STORY})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert "the server is asleep" in refused.json()["error"]["message"]
-        assert running.client.get("/health").json()["status"] == "asleep"
-        assert running.client.post("/admin/resume").status_code == 409
-        assert running.client.post("/admin/weights", json={"path": "/"}).status_code == 409
-        post(running, "sleep", {"level": 2, "host": True})
-
-        assert post(running, "wake")["state"] == "running"
-        assert post(running, "wake")["state"] == "running"
-
-        again = reported(running, STORY, logprobs=5)
-        require_same(again, first)
-        assert cached(again) == 0
-        assert cached(reported(running, STORY)) > 0
-        post(running, "audit")
+@pytest.fixture(scope="module")
+def always(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return always_load_options(tmp_path_factory.mktemp("always"))
 
 
-def test_device_blocks_are_given_back_and_come_from_host_memory_afterwards(
-    model_folder: Path, always_load: tuple[str, str]
-) -> None:
-    with serving(model_folder, *LARGE, *always_load) as running:
-        first = reported(running, STORY, logprobs=5)
-        # About 450 blocks of 6 KiB are touched.
-        for number in range(9):
-            reported(running, f"{number} " * 200, max_tokens=1)
-        before = resident(running, "RssAnon")
-
-        post(running, "sleep")
-
-        assert before - resident(running, "RssAnon") > MIB
-        post(running, "wake")
-        again = reported(running, STORY, logprobs=5)
-        require_same(again, first)
-        assert cached(again) > 0
-        post(running, "audit")
+@pytest.fixture(scope="module")
+def large(model_folder: Path, always: tuple[str, str]) -> Iterator[Running]:
+    """For all tests that leave it awake, and its tiers as large as they were."""
+    with serving(model_folder, *LARGE, *always) as running:
+        yield running
 
 
-def test_a_disk_keeps_what_was_cached_through_a_sleep(
-    model_folder: Path, tmp_path: Path, always_load: tuple[str, str]
-) -> None:
-    disk = ("--disk", str(tmp_path / "disk"), "--disk-gib", "0.25")
-    with serving(model_folder, *LARGE, *disk, *always_load) as running:
-        # What is computed while the store process starts is not saved there.
-        eventually(lambda: _disk(running)["on"], wanted=True)
-        first = reported(running, STORY, logprobs=5)
-        eventually(lambda: _disk(running)["ready"] > 0, wanted=True, within_s=180)
-
-        post(running, "sleep", {"host": True, "level": 2})
-        post(running, "wake")
-
-        again = reported(running, STORY, logprobs=5)
-        require_same(again, first)
-        assert cached(again) > 0
+@pytest.fixture(scope="module")
+def disk_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stored") / "disk"
 
 
-def _disk(running: Running) -> Any:
-    return running.cache()["cache"]["tiers"][2]
+@pytest.fixture(scope="module")
+def stored(model_folder: Path, disk_folder: Path, always: tuple[str, str]) -> Iterator[Running]:
+    """For the tests of its tiers, in their order: memory that was given back is not touched."""
+    with serving(model_folder, *LARGE, *disk_at(disk_folder), *always) as running:
+        yield running
 
 
-def test_an_instance_that_restarts_while_the_server_sleeps_sleeps_too(model_folder: Path) -> None:
-    with serving(model_folder, *LARGE) as running:
-        first = reported(running, STORY, logprobs=5)
-        post(running, "sleep")
-        [pid] = pids_of("instance-0", running)
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: pids_of("instance-0", running) not in ([], [pid]), wanted=True)
-        eventually(lambda: running.client.get("/cache").json()["instances"] != [], wanted=True)
-
-        eventually(lambda: running.cache()["state"], "asleep")
-
-        post(running, "wake")
-        require_same(reported(running, STORY, logprobs=5), first)
+def test_a_server_gives_its_memory_back_and_answers_the_same_afterwards(large: Running) -> None:
+    require_sleep(large)
 
 
-@pytest.mark.parametrize("options", [(), ("--tp", "2")])
-def test_a_host_tier_is_resized_while_requests_are_answered(
-    model_folder: Path, options: tuple[str, ...]
-) -> None:
-    with serving(model_folder, *LARGE, *options) as running:
-        first = reported(running, STORY, logprobs=5)
-        before = resident(running, "RssShmem")
-        slots = running.cache()["cache"]["tiers"][1]["slots"]
+@pytest.mark.long
+def test_ranks_give_their_memory_back_and_answer_the_same_afterwards(model_folder: Path) -> None:
+    with serving(model_folder, *LARGE, "--tp", "2") as running:
+        require_sleep(running)
 
-        result = post(running, "tiers", {"host": {"gib": 0.01}})
 
-        assert result["tiers"] == {"host": {"gib": 0.01}}
-        assert before - resident(running, "RssShmem") > 30 * MIB
-        host = running.cache()["cache"]["tiers"][1]
-        assert (host["closing"], host["slots"] < slots // 4) == (0, True)
-        require_same(reported(running, STORY, logprobs=5), first)
-        post(running, "tiers", {"host": {"blocks": slots}})
-        assert running.cache()["cache"]["tiers"][1]["slots"] == slots
-        post(running, "audit")
+def require_sleep(running: Running) -> None:
+    post(running, "reset")
+    first = reported(running, STORY, logprobs=5)
+    before = resident(running, "RssShmem")
+
+    assert post(running, "sleep", {"level": 2, "host": True})["state"] == "asleep"
+
+    assert before - resident(running, "RssShmem") > 35 * MIB
+    refused = running.client.post("/v1/completions", json={"prompt": STORY})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert "the server is asleep" in refused.json()["error"]["message"]
+    assert running.client.get("/health").json()["status"] == "asleep"
+    assert running.client.post("/admin/resume").status_code == 409
+    assert running.client.post("/admin/weights", json={"path": "/"}).status_code == 409
+    post(running, "sleep", {"level": 2, "host": True})
+
+    assert post(running, "wake")["state"] == "running"
+    assert post(running, "wake")["state"] == "running"
+
+    again = reported(running, STORY, logprobs=5)
+    require_same(again, first)
+    assert cached(again) == 0
+    assert cached(reported(running, STORY)) > 0
+    post(running, "audit")
+
+
+def test_device_blocks_are_given_back_and_come_from_host_memory_afterwards(large: Running) -> None:
+    first = reported(large, STORY, logprobs=5)
+    # About 450 blocks of 6 KiB are touched.
+    for number in range(9):
+        reported(large, f"{number} " * 200, max_tokens=1)
+    before = resident(large, "RssAnon")
+
+    post(large, "sleep")
+
+    assert before - resident(large, "RssAnon") > MIB
+    post(large, "wake")
+    again = reported(large, STORY, logprobs=5)
+    require_same(again, first)
+    assert cached(again) > 0
+    post(large, "audit")
+
+
+def test_an_instance_that_restarts_while_the_server_sleeps_sleeps_too(large: Running) -> None:
+    first = reported(large, STORY, logprobs=5)
+    post(large, "sleep")
+    [pid] = pids_of("instance-0", large)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: pids_of("instance-0", large) not in ([], [pid]), wanted=True)
+    eventually(lambda: large.client.get("/cache").json()["instances"] != [], wanted=True)
+
+    eventually(lambda: large.cache()["state"], "asleep")
+
+    post(large, "wake")
+    require_same(reported(large, STORY, logprobs=5), first)
 
 
 @pytest.mark.parametrize(
@@ -164,48 +150,96 @@ def test_a_wrong_size_is_refused(server: Running, body: Any, message: str) -> No
     assert message in answer.json()["error"]["message"]
 
 
-# Two instances share a disk, so they show what one does.
-@pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.long), ("--instances", "2")]
-)
-def test_a_disk_is_resized_while_requests_are_answered(
-    model_folder: Path, tmp_path: Path, always_load: tuple[str, str], options: tuple[str, ...]
+def test_a_host_tier_is_resized_while_requests_are_answered(stored: Running) -> None:
+    require_host_resized(stored)
+
+
+@pytest.mark.long
+def test_the_host_tier_of_ranks_is_resized_while_requests_are_answered(model_folder: Path) -> None:
+    with serving(model_folder, *LARGE, "--tp", "2") as running:
+        require_host_resized(running)
+
+
+def require_host_resized(running: Running) -> None:
+    first = reported(running, STORY, logprobs=5)
+    before = resident(running, "RssShmem")
+    slots = running.cache()["cache"]["tiers"][1]["slots"]
+
+    result = post(running, "tiers", {"host": {"gib": 0.01}})
+
+    assert result["tiers"] == {"host": {"gib": 0.01}}
+    assert before - resident(running, "RssShmem") > 30 * MIB
+    host = running.cache()["cache"]["tiers"][1]
+    assert (host["closing"], host["slots"] < slots // 4) == (0, True)
+    require_same(reported(running, STORY, logprobs=5), first)
+    post(running, "tiers", {"host": {"blocks": slots}})
+    assert running.cache()["cache"]["tiers"][1]["slots"] == slots
+    post(running, "audit")
+
+
+def test_a_disk_keeps_what_was_cached_through_a_sleep(stored: Running) -> None:
+    # What is computed while the store process starts is not saved there.
+    eventually(lambda: [each["on"] for each in _disks(stored)], [True])
+    prompt = f"It sleeps, and the disk does not. {STORY}"
+    first = reported(stored, prompt, logprobs=5)
+    eventually(lambda: _disks(stored)[0]["ready"] > 0, wanted=True)
+
+    post(stored, "sleep", {"host": True, "level": 2})
+    post(stored, "wake")
+
+    again = reported(stored, prompt, logprobs=5)
+    require_same(again, first)
+    assert cached(again) > 0
+
+
+def test_a_disk_is_resized_while_requests_are_answered(stored: Running, disk_folder: Path) -> None:
+    require_disk_resized(stored, disk_folder)
+
+
+@pytest.mark.long
+def test_a_disk_that_two_instances_share_is_resized_while_requests_are_answered(
+    model_folder: Path, tmp_path: Path, always: tuple[str, str]
 ) -> None:
-    folder = tmp_path / "disk"
-    disk = ("--disk", str(folder), "--disk-gib", "0.05")
-    with serving(model_folder, *LARGE, *disk, *always_load, *options) as running:
-        eventually(lambda: [each["on"] for each in _disks(running)].count(False), wanted=0)
-        first = reported(running, STORY, logprobs=5)
-        for number in range(9):
-            reported(running, f"{number} " * 200, max_tokens=1)
-        eventually(lambda: _files_bytes(folder) > 2 * MIB, wanted=True, within_s=180)
-        [store] = processes_of(folder)
+    options = (*disk_at(tmp_path / "disk"), *always, "--instances", "2")
+    with serving(model_folder, *LARGE, *options) as running:
+        require_disk_resized(running, tmp_path / "disk")
 
-        result = post(running, "tiers", {"disk": {"gib": 0.001}})
 
-        assert result["tiers"] == {"disk": {"gib": 0.001}}
-        assert _files_bytes(folder) <= 0.001 * 1024 * MIB
-        require_same(reported(running, STORY, logprobs=5), first)
-        os.kill(store, signal.SIGKILL)
-        eventually(lambda: bool(processes_of(folder) - {store}), wanted=True, within_s=180)
-        wanted = (True, int(0.001 * 1024 * MIB))
-        eventually(
-            lambda: {(each["on"], each["store"]["capacity_bytes"]) for each in _disks(running)},
-            wanted={wanted},
-            within_s=180,
-        )
-        eventually(
-            lambda: running.client.post("/admin/tiers", json={"disk": {"gib": 0.1}}).status_code,
-            wanted=200,
-            within_s=180,
-        )
-        refused = running.client.post("/admin/tiers", json={"disk": {"gib": 20_000}})
-        assert refused.status_code == 400
-        said = refused.json()["error"]
-        assert said["param"] == "disk.gib"
-        assert said["message"].startswith("disk.gib: is 20000, must be at most ")
-        assert "GiB free" in said["message"]
-        post(running, "audit")
+def disk_at(folder: Path) -> tuple[str, ...]:
+    return "--disk", str(folder), "--disk-gib", "0.05"
+
+
+def require_disk_resized(running: Running, folder: Path) -> None:
+    eventually(lambda: [each["on"] for each in _disks(running)].count(False), wanted=0)
+    first = reported(running, STORY, logprobs=5)
+    for number in range(9):
+        reported(running, f"{number} " * 200, max_tokens=1)
+    eventually(lambda: _files_bytes(folder) > 2 * MIB, wanted=True)
+    [store] = processes_of(folder)
+
+    result = post(running, "tiers", {"disk": {"gib": 0.001}})
+
+    assert result["tiers"] == {"disk": {"gib": 0.001}}
+    assert _files_bytes(folder) <= 0.001 * 1024 * MIB
+    require_same(reported(running, STORY, logprobs=5), first)
+    os.kill(store, signal.SIGKILL)
+    eventually(lambda: bool(processes_of(folder) - {store}), wanted=True)
+    wanted = (True, int(0.001 * 1024 * MIB))
+    eventually(
+        lambda: {(each["on"], each["store"]["capacity_bytes"]) for each in _disks(running)},
+        wanted={wanted},
+    )
+    eventually(
+        lambda: running.client.post("/admin/tiers", json={"disk": {"gib": 0.1}}).status_code,
+        wanted=200,
+    )
+    refused = running.client.post("/admin/tiers", json={"disk": {"gib": 20_000}})
+    assert refused.status_code == 400
+    said = refused.json()["error"]
+    assert said["param"] == "disk.gib"
+    assert said["message"].startswith("disk.gib: is 20000, must be at most ")
+    assert "GiB free" in said["message"]
+    post(running, "audit")
 
 
 def _disks(running: Running) -> list[Any]:
