@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TEXT = "What one server has computed, the next one finds in the store of both. " * 3
 PROMPT = [3 + each * 7 % 300 for each in range(112)]
 BLOCK_TOKENS = 8
+PAIR = ("--prefill-tp", "1", "--decode-tp", "1")
 GENERATED = 40
 """Tokens of an answer: five blocks."""
 SOON_S = 600.0
@@ -30,6 +31,8 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+# The next test but for the prompt's own words.
+@pytest.mark.long
 def test_a_server_answers_from_the_store_what_another_one_computed(
     model_folder: Path, tmp_path: Path, redis: RedisServer
 ) -> None:
@@ -83,13 +86,18 @@ def tier_of(client: Any, instance: str) -> Any:
     return tiers[-1]
 
 
-def test_the_next_turn_on_another_prefill_instance_finds_what_decode_has_generated(
-    model_folder: Path, tmp_path: Path, redis: RedisServer
+# What a single instance looks for, a prefill instance does, too.
+@pytest.mark.parametrize(
+    ("reader", "options"),
+    [("instance-0", ()), pytest.param("prefill-0", PAIR, marks=pytest.mark.long)],
+)
+def test_the_next_turn_on_another_server_finds_what_decode_has_generated(
+    model_folder: Path, tmp_path: Path, redis: RedisServer, reader: str, options: tuple[str, ...]
 ) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text(shared_config(redis.url))
-    options = ("--prefill-tp", "1", "--decode-tp", "1", "--config", str(file), *SIZES)
-    with serving(model_folder, *options) as one:
+    shared = ("--config", str(file), *SIZES)
+    with serving(model_folder, *PAIR, *shared) as one:
         eventually(lambda: tier_of(one.client, "prefill-0")["on"], wanted=True)
         eventually(lambda: tier_of(one.client, "decode-0")["on"], wanted=True)
         first = reported(one, PROMPT, max_tokens=GENERATED, logprobs=1)
@@ -97,11 +105,15 @@ def test_the_next_turn_on_another_prefill_instance_finds_what_decode_has_generat
         whole = (len(told) - 1) // BLOCK_TOKENS
         eventually(lambda: tier_of(one.client, "decode-0")["ready"] >= whole, wanted=True)
 
-    with serving(model_folder, *options) as other:
-        eventually(lambda: tier_of(other.client, "prefill-0")["on"], wanted=True)
+    with serving(model_folder, *options, *shared) as other:
+        eventually(lambda: tier_of(other.client, reader)["on"], wanted=True)
         second = reported(other, told + PROMPT[:12], logprobs=5)
-        found = tier_of(other.client, "prefill-0")["tokens_cached"]
+        found = tier_of(other.client, reader)["tokens_cached"]
+        by_tier = second["usage"]["cached_by_tier"]
         expected = reported(other, told + PROMPT[:12], logprobs=5, cache="off")
 
+    assert first["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": 0}
     assert found == whole * BLOCK_TOKENS
+    if reader == "instance-0":
+        assert by_tier == {"device": 0, "host": 0, "shared": found}
     require_same(second, expected)
