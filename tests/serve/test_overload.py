@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 from tests.serve.conftest import eventually, serving
 
@@ -118,13 +119,16 @@ def require_nothing_left(running: Running) -> None:
     assert running.client.post("/admin/audit").status_code == 200
 
 
+@pytest.mark.parametrize("clients", [80, pytest.param(200, marks=pytest.mark.long)])
 def test_a_crowd_is_served_or_refused_and_leaves_nothing_behind(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, clients: int
 ) -> None:
-    # A request takes about 14 blocks: a crowd of 200 would need ten times what there is.
-    survive(model_folder, tmp_path, clients=200, blocks=280)
+    # A request takes about 14 blocks: a crowd would need ten times what there is.
+    survive(model_folder, tmp_path, clients=clients, blocks=clients * 7 // 5)
 
 
+# Clients that a pair serves while its processes are killed: in `test_faults`.
+@pytest.mark.long
 def test_a_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
     model_folder: Path, tmp_path: Path
 ) -> None:
