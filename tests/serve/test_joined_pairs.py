@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.serve.conftest import Running, eventually, serve_command
 from tests.serve.test_roles import SIZES, STORY, everybody, reported, require_same
 from tests.serve.test_roles_alone import Roles, kill_in_mid_load, line_of, require_survived
@@ -29,6 +31,8 @@ def state_of(running: Running, key: str) -> dict[str, Any]:
     return {each["instance"]: each[key] for each in everybody(running)}
 
 
+# One command for each of the pair, and its next router: in `test_roles_alone`.
+@pytest.mark.long
 def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
     server: Running, model_folder: Path
 ) -> None:

@@ -156,6 +156,8 @@ def everybody_is_back(running: Running) -> None:
     eventually(lambda: running.client.get("/health").json()["instances"], there)
 
 
+# Joining is in `test_roles_alone`, and so is an instance that leaves.
+@pytest.mark.long
 def test_instances_join_a_router_and_leave_it_while_it_answers(
     server: Running, model_folder: Path
 ) -> None:

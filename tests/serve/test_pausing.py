@@ -102,6 +102,8 @@ def test_an_aborted_request_gets_503_and_its_blocks_are_given_back(running: Runn
     assert running.complete("Once upon a time")["usage"]["completion_tokens"] == 8
 
 
+# As in `test_control`, with a file for the setting.
+@pytest.mark.long
 def test_requests_wait_while_a_server_is_paused_and_configured_so(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -130,7 +130,13 @@ def test_a_stop_lets_answers_end_and_logs_no_warning(model_folder: Path, tmp_pat
     assert "loading: instance-0 rank 0: 2 of 2 layers" in reported
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param((signal.SIGTERM,), marks=pytest.mark.long),
+        (signal.SIGINT, signal.SIGTERM),
+    ],
+)
 def test_what_does_not_end_in_time_gets_an_error_and_ends(
     endless_model_folder: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
