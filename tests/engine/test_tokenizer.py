@@ -37,6 +37,8 @@ PIECES = (
         "…",
     ),
 )
+# Transformers takes seconds to read a GGUF file.
+BOTH = ["of_folder", pytest.param("of_gguf", marks=pytest.mark.long)]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5)).map("".join)
 
 
@@ -48,11 +50,16 @@ def of_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_gguf() -> tuple[Any, Any]:
+def gguf() -> Path:
     try:
-        path = find_model(None).path
+        return find_model(None).path
     except UnavailableError:
         pytest.skip("the default model is not installed")
+
+
+@pytest.fixture(scope="module")
+def of_gguf(gguf: Path) -> tuple[Any, Any]:
+    path = gguf
     known = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # It cuts the text of every GGUF file as GPT-2 did; this model was trained with single digits.
     known.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,7 +71,7 @@ def of_gguf() -> tuple[Any, Any]:
     return Tokenizer.of_gguf(path), known
 
 
-@pytest.mark.parametrize("of", ["of_folder", "of_gguf"])
+@pytest.mark.parametrize("of", BOTH)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(text=TEXTS)
 def test_text_and_tokens_are_the_same_both_ways(
@@ -84,7 +91,7 @@ def test_text_and_tokens_are_the_same_both_ways(
         )
 
 
-@pytest.mark.parametrize("of", ["of_folder", "of_gguf"])
+@pytest.mark.parametrize("of", BOTH)
 def test_vocabulary_and_conversations_are_the_same(of: str, request: pytest.FixtureRequest) -> None:
     light, known = request.getfixturevalue(of)
 
@@ -96,8 +103,8 @@ def test_vocabulary_and_conversations_are_the_same(of: str, request: pytest.Fixt
         assert text == known.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
 
-def test_digits_of_the_default_model_stand_alone(of_gguf: tuple[Any, Any]) -> None:
-    light, _ = of_gguf
+def test_digits_of_the_default_model_stand_alone(gguf: Path) -> None:
+    light = Tokenizer.of_gguf(gguf)
 
     assert [light.convert_ids_to_tokens(each) for each in light.encode("  24")] == ["ĠĠ", "2", "4"]
 
