@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -57,7 +57,8 @@ import sys
 from torch import distributed
 from penstock.engine.rank_process import main
 status = main(sys.argv[1])
-sys.exit(f"there is a group: {distributed.is_initialized()}, status {status}")
+print(f"there is a group: {distributed.is_initialized()}, status {status}", file=sys.stderr)
+sys.exit(status)
 """
 
 
@@ -105,11 +106,14 @@ def instance(
             process.wait(timeout=SOON_S)
 
 
-def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint_of: Any) -> None:
+def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(
+    checkpoint_of: Any, tmp_path: Path
+) -> None:
+    """None leaves a thread of its group behind."""
     folder, model = checkpoint_of("llama")
     requests = [Request(id=f"r{n}", prompt=prompt(20 + 9 * n, n), max_tokens=8) for n in range(4)]
 
-    with instance(folder, ranks=3) as (engine, processes):
+    with telling_ranks(folder, tmp_path / "told", ranks=3) as (engine, processes):
         reported = run(engine, *requests)
         engine.close(1.0)
         ended = [process.wait(timeout=SOON_S) for process in processes]
@@ -117,14 +121,27 @@ def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint
     for request in requests:
         assert tokens_of(reported[request.id, 0]) == reference(model, request.prompt, 8)
     assert ended == [0] * 3
+    assert (tmp_path / "told").read_text().count("there is a group: False, status 0") == 3
+
+
+class TwoRanks(NamedTuple):
+    engine: Engine
+    processes: list[subprocess.Popen[bytes]]
+    told: Path
 
 
 @pytest.fixture(scope="module")
-def two_ranks(checkpoint_of: Any) -> Iterator[Engine]:
-    """For all tests that leave it as they found it, but for what it has cached."""
+def two(checkpoint_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    """For all tests but the last, which leave it as they found it but for what it has cached."""
     folder, _ = checkpoint_of("llama")
-    with instance(folder, ranks=2, blocks=20) as (engine, _):
-        yield engine
+    told = tmp_path_factory.mktemp("two") / "told"
+    with telling_ranks(folder, told, ranks=2, blocks=20) as (engine, processes):
+        yield TwoRanks(engine, processes, told)
+
+
+@pytest.fixture
+def two_ranks(two: TwoRanks) -> Engine:
+    return two.engine
 
 
 def test_two_ranks_find_blocks_in_the_host_memory_of_each(
@@ -177,42 +194,28 @@ def test_two_ranks_score_a_prompt_and_choose_tokens_as_one_does(
             assert each.logprob == pytest.approx(same.logprob, abs=BOUND)
 
 
-def test_a_killed_rank_ends_its_instance_and_the_process_of_the_other_rank(
-    checkpoint_of: Any, tmp_path: Path
-) -> None:
+def test_a_killed_rank_ends_its_instance_and_the_process_of_the_other_rank(two: TwoRanks) -> None:
     """A thread of its group that is left to the end of a process aborts that process."""
-    folder, _ = checkpoint_of("llama")
-    with telling_ranks(folder, tmp_path / "told") as (engine, processes):
-        engine.add(Request(id="r", prompt=prompt(20, 1), max_tokens=200))
-        engine.step()
+    two.engine.add(Request(id="r", prompt=prompt(20, 1), max_tokens=120))
+    two.engine.step()
 
-        processes[1].send_signal(signal.SIGKILL)
-        with pytest.raises(UnavailableError, match=r"rank . is lost"):
-            run(engine)
-        engine.abandon()
+    two.processes[1].send_signal(signal.SIGKILL)
+    with pytest.raises(UnavailableError, match=r"rank . is lost"):
+        run(two.engine)
+    two.engine.abandon()
 
-        assert processes[0].wait(timeout=SOON_S) == 1
-    assert "there is a group: False, status 1" in (tmp_path / "told").read_text()
-
-
-def test_a_rank_that_ends_with_its_scheduler_leaves_no_thread_of_its_group(
-    checkpoint_of: Any, tmp_path: Path
-) -> None:
-    folder, _ = checkpoint_of("llama")
-    with telling_ranks(folder, tmp_path / "told") as (engine, processes):
-        engine.close(1.0)
-        processes[0].wait(timeout=SOON_S)
-
-    assert "there is a group: False, status 0" in (tmp_path / "told").read_text()
+    assert two.processes[0].wait(timeout=SOON_S) == 1
+    assert "there is a group: False, status 1" in two.told.read_text()
 
 
 @contextmanager
 def telling_ranks(
-    folder: Path, reported: Path
+    folder: Path, reported: Path, *, ranks: int, blocks: int = 64
 ) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
-    """Two ranks that write at their end whether their group is there."""
+    """Ranks that write at their end whether their group is there."""
+    program = ("-c", TELLING_ITS_END)
     with (
         reported.open("w") as errors,
-        instance(folder, ranks=2, program=("-c", TELLING_ITS_END), errors=errors) as found,
+        instance(folder, ranks=ranks, blocks=blocks, program=program, errors=errors) as found,
     ):
         yield found
