@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 
+from penstock.cli.app import run
 from penstock.relay.agents import is_installed
 from tests.machines.conftest import SIZES, line_of
 from tests.serve.conftest import SOON_S, eventually
@@ -78,6 +80,40 @@ class Shells:
         eventually(status, 200)
 
 
+def test_the_commands_of_the_page_are_taken_as_they_stand(
+    machine_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All of each but its processes: what those do is in the other modules here."""
+    words = {}
+    served = []
+    for found in filter(None, map(COMMAND.match, PAGE.read_text().splitlines())):
+        home = tmp_path / found[1]
+        home.mkdir(exist_ok=True)
+        (home / "api.key").write_text(API_KEY)
+        (home / "api.key").chmod(0o600)
+        monkeypatch.chdir(home)
+        line = re.sub(r"\bKEY_OF_[AB]\b", lambda word: words[word[0]], found[2])
+        program, *arguments = shlex.split(line)
+        if program == "curl":
+            continue
+        serves = arguments[0] == "serve"
+        more = ("--model", str(machine_model), *SIZES, "--print-config") if serves else ()
+
+        status = run([*arguments, *more])
+
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        if arguments[:2] == ["keys", "new"]:
+            words[f"KEY_OF_{found[1].upper()}"] = said.out.split()[-1]
+        served += [line for line in said.out.splitlines() if line.startswith("role = ")]
+    roles = [line.removeprefix("role = ").strip('"') for line in served]
+    assert sorted(roles) == ["both", "both", "both", "decode", "prefill", "rank", "router"]
+
+
+@pytest.mark.long
 def test_the_commands_of_the_page_work_in_their_order(site: Site) -> None:
     shells = Shells(site)
     lines = [found for line in PAGE.read_text().splitlines() if (found := COMMAND.match(line))]
@@ -98,6 +134,7 @@ def test_the_commands_of_the_page_work_in_their_order(site: Site) -> None:
         assert "Traceback" not in site.log(machine)
 
 
+@pytest.mark.long
 def test_the_page_of_the_router_needs_the_api_key(site: Site) -> None:
     [first, *_] = site.network.machines
 
