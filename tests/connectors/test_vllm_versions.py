@@ -148,6 +148,7 @@ def test_any_version_says_which_name_is_missing(tmp_path: Path) -> None:
     assert f"cannot import name '{LACKING}' from 'vllm." in printed
 
 
+@pytest.mark.long
 def test_any_version_says_which_method_is_missing(tmp_path: Path) -> None:
     make_vllm(tmp_path, "0.31.2", wanted=("prepare_for_rain",))
 
