@@ -237,7 +237,7 @@ def test_output_that_finds_no_room_is_one_line_and_a_status(words: list[str]) ->
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
 
@@ -259,7 +259,7 @@ def test_a_reader_that_has_read_enough_is_no_error(
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
 

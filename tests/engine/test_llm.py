@@ -282,7 +282,7 @@ def test_another_thread_is_refused_until_it_adopts(folder: Path) -> None:
     llm = penstock.LLM(folder, config=CONFIG)
     thread = threading.Thread(target=use)
     thread.start()
-    thread.join(60)
+    thread.join(600)
 
     assert len(refused) == len(answers) == 1
 

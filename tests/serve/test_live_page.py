@@ -59,7 +59,7 @@ def events_of(client: httpx.Client) -> Iterator[Iterator[Any]]:
 
 
 def test_who_asks_for_the_head_of_the_events_gets_it_and_is_no_viewer(server: Running) -> None:
-    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
+    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=SOON_S)
     try:
         connection.request("HEAD", "/live/events")
         answer = connection.getresponse()

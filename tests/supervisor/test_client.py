@@ -19,6 +19,7 @@ from penstock.supervisor.descriptors import inherited_descriptor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.supervisor.spec import ProcessSpec
 from penstock.transport.base import ChannelClosed, Empty
+from tests.supervisor.conftest import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.supervisor.conftest import Lab
@@ -122,7 +123,7 @@ def test_a_request_waits_until_the_supervisor_has_room_for_it() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     near.settimeout(0)
     with ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+        process = stack.enter_context(subprocess.Popen(["sleep", "3600"]))
         stack.callback(process.kill)
         stack.enter_context(near)
         stack.enter_context(far)
@@ -138,9 +139,9 @@ def test_a_request_waits_until_the_supervisor_has_room_for_it() -> None:
         )
 
         reader.start()
-        link.send(b"a request", None, deadline=time.monotonic() + 30)
+        link.send(b"a request", None, deadline=time.monotonic() + PATIENCE_S)
 
-        reader.join(30)
+        reader.join(PATIENCE_S)
         assert read[-1] == b"a request"
 
 
@@ -158,7 +159,7 @@ def test_after_the_end_there_is_only_closed() -> None:
         pass
 
     assert supervisor.events() == [ChannelClosed()]
-    assert supervisor.receive(deadline=time.monotonic() + 60) == ChannelClosed()
+    assert supervisor.receive(deadline=time.monotonic() + PATIENCE_S) == ChannelClosed()
     assert supervisor.lost is None
 
 

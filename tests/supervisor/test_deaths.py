@@ -113,7 +113,7 @@ def test_a_killed_supervisor_is_a_failure_and_takes_its_processes_along(
     assert lab.supervisor.receive() == Empty()
 
     os.kill(lab.supervisor.pid, signal.SIGKILL)
-    found = lab.supervisor.receive(deadline=time.monotonic() + 60)
+    found = lab.supervisor.receive(deadline=time.monotonic() + PATIENCE_S)
 
     failed = ChannelFailed(f"the supervisor (process {lab.supervisor.pid}) ended by signal 9")
     assert found == failed
@@ -144,7 +144,7 @@ def test_what_was_told_before_the_end_is_heard_before_it(lab: Lab, watch: Watch)
     os.close(fd)
 
     os.kill(lab.supervisor.pid, signal.SIGKILL)
-    events = [lab.supervisor.receive(deadline=time.monotonic() + 60) for _ in range(3)]
+    events = [lab.supervisor.receive(deadline=time.monotonic() + PATIENCE_S) for _ in range(3)]
 
     assert [type(event).__name__ for event in events] == [
         "ProcessStarted",
