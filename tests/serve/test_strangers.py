@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.role_secret import secret_between
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import ChannelSettings, connect
-from tests.serve.conftest import STATE, Running, command, descendants, serving
+from tests.serve.conftest import SOON_S, STATE, Running, command, descendants, serving
 from tests.serve.test_roles import SIZES
 from tests.transport.hostile import Place, bound_by, storm
 from tests.transport.test_strangers import as_nobody, as_root
@@ -91,12 +92,15 @@ def test_command_lines_show_neither_addresses_nor_configuration(pair: Running) -
             assert word not in line
 
 
-def test_its_sockets_lie_in_one_folder_of_mode_0700_that_ends_with_it(model_folder: Path) -> None:
-    with serving(model_folder, *SIZES) as running:
-        folders = {Path(str(place.address)).parent for place in our_sockets(running)}
-        [folder] = folders
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert folder.stat().st_uid == os.getuid()
+def test_its_sockets_lie_in_one_folder_of_mode_0700_that_ends_with_it(pair: Running) -> None:
+    """The last test of the pair, which it ends."""
+    folders = {Path(str(place.address)).parent for place in our_sockets(pair)}
+    [folder] = folders
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_uid == os.getuid()
+
+    pair.process.send_signal(signal.SIGTERM)
+    assert pair.process.wait(timeout=SOON_S) == 0
 
     assert not folder.exists()
 
