@@ -237,9 +237,10 @@ def test_a_decode_instance_that_is_killed_comes_back_and_is_handed_prompts(
     server: Running, pair: Running
 ) -> None:
     prompt = "What a life has claimed, the next one does not get. " * 3
-    [victim, *_] = pids_of("decode-0", pair)
+    victims = set(pids_of("decode-0", pair))
 
-    os.kill(victim, signal.SIGKILL)
+    kill_all(victims)
+    eventually(lambda: victims & set(pids_of("decode-0", pair)), set())
     # Its next life is there once nothing was handed to it: it may have come before we looked.
     eventually(lambda: [each["handoffs"] for each in decoding(pair)], [{}])
     eventually(lambda: pair.client.get("/health").status_code, 200)
