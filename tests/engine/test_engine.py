@@ -135,7 +135,7 @@ def test_many_requests_answer_as_each_would_alone(checkpoint_of: Any) -> None:
 
 def test_a_pool_that_is_far_too_small_changes_no_answer(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("llama")
-    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(4)]
+    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(8)]
     engine = make_engine(folder, blocks=18)
 
     reported = run(engine, *requests)
@@ -201,7 +201,7 @@ def test_the_next_turn_finds_all_full_blocks_of_an_answer(checkpoint_of: Any) ->
 
 def test_two_steps_in_flight_change_no_answer(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("llama")
-    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(4)]
+    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(8)]
     stop = reference(model, prompt(12, 4), 8)[5]
     requests.append(
         Request(id="stops", prompt=prompt(12, 4), max_tokens=8, stop_tokens=frozenset({stop}))
