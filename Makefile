@@ -62,7 +62,7 @@ check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/lint-imports
 
 bench: $(READY) ## measure the index; the result is build/bench-index.json
-	@$(BIN)/penstock bench index --json build/bench-index.json
+	@$(BIN)/lab bench index --json build/bench-index.json
 
 bench-interference: $(READY) ## what copies cost an engine's steps, by who drives them (no GPU)
 	@$(BIN)/lab bench interference --device cpu --json build/bench-interference-cpu.json

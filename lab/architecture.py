@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 
 CAPTIONS = {
-    "bench": "benchmarks",
     "cache": "index, pools, eviction",
     "cli": "the penstock command",
     "config": "the TOML file",

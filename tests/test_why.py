@@ -15,14 +15,14 @@ NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 ENCODES = "serve/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("supervisor/", "movers/c_compiler.py", "testing/", "bench/", "demo/", "replay/plan.py"),
+    *("supervisor/", "movers/c_compiler.py", "testing/", "demo/", "replay/plan.py"),
     "doctor/facts.py",  # It asks the compiler for its version, and ends with its command.
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
 MAY_HAVE_THREADS = (
-    *("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES),
+    *("testing/", "demo/", "store/disk", "store/tier_slots", ENCODES),
     *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_", "store/mooncake_"),
     *("replay/plan.py",),
     *("store/shared", "store/object_blobs.py", "serve/tracing.py", "runtime/saved_curves.py"),

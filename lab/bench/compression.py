@@ -18,7 +18,7 @@ import torch
 import zstandard
 
 from lab.bench.compression_links import run_links
-from penstock.bench.measure import summarize
+from lab.bench.measure import summarize
 from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import RankWeights, find_model
 from penstock.engine.model import Alone, Decoder
@@ -30,7 +30,7 @@ from penstock.store.block_codec import LEVEL, decode_block, encode_block
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 BLOCK_TOKENS = 16

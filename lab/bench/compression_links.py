@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lab.bench.measure import summarize
 from lab.bench.store_servers import StoreServers
-from penstock.bench.measure import summarize
 from penstock.config.values import tier_options
 from penstock.errors import UnavailableError
 from penstock.store.block_codec import encode_block
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 SIDES = {"plain": "off", "zstd": "zstd"}
 ROUND_BYTES = 24 << 20

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.bench.disk import JOB_BLOCKS, ROUND_BYTES, SIZES, THREADS, DiskRounds, Way
-from penstock.bench.measure import summarize
+from lab.bench.disk import JOB_BLOCKS, ROUND_BYTES, SIZES, THREADS, DiskRounds, Way
+from lab.bench.measure import summarize
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 SIDES = ("vllm fs", "lmcache")
 CHILD = Path(__file__).parent / "disk_peer_child.py"

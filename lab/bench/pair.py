@@ -34,14 +34,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.bench.engine_model import EIGHT_B, RandomCheckpoint
-from penstock.bench.measure import summarize
+from lab.bench.engine_model import EIGHT_B, RandomCheckpoint
+from lab.bench.measure import summarize
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
     from penstock.engine.architecture import Architecture
 
 START_S = 600.0

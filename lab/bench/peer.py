@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import msgspec
 
-from penstock.bench import prompts
-from penstock.bench.index import PeerTimings
+from lab.bench import prompts
+from lab.bench.index import PeerTimings
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:

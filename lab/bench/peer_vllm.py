@@ -8,7 +8,7 @@ vLLM. It answers JSON lines on stdout; each order on stdin gets one answer:
     {"op": "round", "tokens": n, "block": b, "source": "list", "seed": s, "blocks": p}
              →  {"kind": "timings", "keys_ns": ..., ...}
 
-The prompts come from `penstock/bench/prompts.py`, whose path is the only argument. The one rule:
+The prompts come from `lab/bench/prompts.py`, whose path is the only argument. The one rule:
 this file imports nothing of Penstock, which the other environment does not have.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 HASH = "sha256"
 """vLLM's default for block hashes."""
 PROMPTS: dict[str, Any] = {}
-"""What `penstock/bench/prompts.py` defines, once it was loaded."""
+"""What `lab/bench/prompts.py` defines, once it was loaded."""
 
 
 class CacheCore:

@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.bench.measure import summarize
 from lab.bench.pair import BLOCK_TOKENS, SCALES, write_model
-from penstock.bench.measure import summarize
 from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.peers import REST_S
@@ -27,7 +27,7 @@ from penstock.engine.spec import InstanceSpec, PairSpec
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
     from penstock.engine.engine import Engine
 
 OTHERS = 7

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.bench.measure import summarize, times_faster
 from lab.bench.vllm_engine import ending_in_order
 from lab.bench.vllm_handoff_faults import run_faults
 from lab.bench.vllm_handoff_gaps import run_gaps
@@ -30,15 +31,14 @@ from lab.bench.vllm_pairs import AT_ONCE, NIXL, OURS, PLAIN, Pairs, draw_prompt
 from lab.bench.vllm_proxy import together
 from lab.bench.vllm_run import has_package
 from lab.bench.vllm_servers import BLOCK_TOKENS, VllmForks
-from penstock.bench.measure import summarize, times_faster
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lab.bench.report import BenchReport
     from lab.bench.vllm_pairs import Side
     from lab.bench.vllm_proxy import Answer, Prompt
-    from penstock.bench.report import BenchReport
 
 ROUNDS = 5
 TOKENS = (512, 2048, 8192)

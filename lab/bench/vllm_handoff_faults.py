@@ -14,16 +14,16 @@ from __future__ import annotations
 from threading import Timer
 from typing import TYPE_CHECKING
 
+from lab.bench.measure import summarize
 from lab.bench.vllm_pairs import AT_ONCE, OURS, draw_prompt
 from lab.bench.vllm_proxy import alone, prefilled
-from penstock.bench.measure import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lab.bench.report import BenchReport
     from lab.bench.vllm_pairs import Pairs
     from lab.bench.vllm_proxy import Answer, Prompt
-    from penstock.bench.report import BenchReport
 
 PART = 0.4
 """Of the time that a prompt takes, after which its server is killed."""

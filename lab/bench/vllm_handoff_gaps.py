@@ -20,18 +20,18 @@ from itertools import pairwise
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from lab.bench.measure import summarize
 from lab.bench.vllm_pairs import AT_ONCE, NIXL, OURS, PLAIN, draw_prompt
 from lab.bench.vllm_proxy import ANSWER_S, alone, stream
-from penstock.bench.measure import summarize
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from lab.bench.report import BenchReport
     from lab.bench.vllm_pairs import Pairs
     from lab.bench.vllm_proxy import Answer, Prompt
     from lab.bench.vllm_servers import VllmServer
-    from penstock.bench.report import BenchReport
 
 GAP_MAX = 1.05
 """The longest that tokens beside handoffs may take, in times of alone."""

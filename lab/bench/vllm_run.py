@@ -33,13 +33,13 @@ from math import comb
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from lab.bench.measure import summarize
 from lab.bench.vllm_child import BLOCK_TOKENS
 from lab.bench.vllm_engine import EngineProcess, ending_in_order
 from lab.bench.vllm_first_token import slowest
 from lab.bench.vllm_model import HandoffModel, block_bytes
 from lab.bench.vllm_shared import MODEL as LONG_MODEL
 from lab.bench.vllm_workload import RECORDED, WORKLOADS
-from penstock.bench.measure import summarize
 from penstock.errors import UnavailableError
 from penstock.replay.recording import Recorder
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from lab.bench.report import BenchReport
     from lab.bench.vllm_engine import RoundResult
     from lab.bench.vllm_first_token import FirstToken
     from lab.bench.vllm_workload import Workload
-    from penstock.bench.report import BenchReport
 
 SIDES = ("no-connector", "vllm-offloading", "lmcache", "penstock")
 PLAIN, _, LMCACHE, OURS = SIDES

@@ -28,18 +28,18 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from lab.bench.measure import summarize
 from lab.bench.store_servers import StoreServers, values_in_mooncake, values_in_redis
 from lab.bench.vllm_child import BLOCK_TOKENS
 from lab.bench.vllm_engine import START_S, EngineProcess, ending_in_order
 from lab.bench.vllm_model import HandoffModel
 from lab.bench.vllm_shared_child import TAIL_TOKENS
-from penstock.bench.measure import summarize
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 TOKENS = 16_384
 PROMPTS = 3

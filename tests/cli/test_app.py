@@ -188,8 +188,8 @@ def test_the_list_of_commands_says_what_each_says_about_itself(name: str) -> Non
     [
         (["sim", "--seeds", "40"], "make sim"),
         (["explore", "handoff", "--list"], "make explore"),
-        (["bench", "vllm", "--rounds", "3"], "make bench-vllm"),
-        (["bench", "interference", "--help"], "make bench-interference"),
+        (["bench", "vllm", "--rounds", "3"], "make bench"),
+        (["bench", "interference", "--help"], "make bench"),
     ],
 )
 def test_a_command_that_needs_a_clone_says_in_one_line_where_it_is(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.bench.engine_clients import Clients, prompt
-from penstock.bench.engine_model import EIGHT_B, Model
+from lab.bench.engine_clients import Clients, prompt
+from lab.bench.engine_model import EIGHT_B, Model
 from penstock.engine.engine import Engine
 from penstock.engine.scheduler import SchedulerSettings
 from penstock.machine import gate

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.bench.engine_model import EIGHT_B, Model
+from lab.bench.engine_model import EIGHT_B, Model
 from penstock.engine.batch import TokenSpan, lay_out
 from penstock.engine.cuda.lane import CudaLane
 from penstock.engine.requests import Output, Reason, Request

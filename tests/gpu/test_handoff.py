@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.bench.handoff_cuda import LAYERS, CudaPair
-from penstock.bench.handoff_cuda import TOKENS as PROMPT_TOKENS
+from lab.bench.handoff_cuda import LAYERS, CudaPair
+from lab.bench.handoff_cuda import TOKENS as PROMPT_TOKENS
 from penstock.errors import UnavailableError
 from penstock.handoff.driver import device_parts
 from penstock.handoff.driver.array_parts import PartGather, PartScatter

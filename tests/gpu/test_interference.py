@@ -10,7 +10,7 @@ import torch
 from lab.bench.interference.bare import BareCopies, Extents
 from lab.bench.interference.on_cuda import run_on_cuda
 from lab.bench.interference.plan import Plan
-from penstock.bench.report import BenchReport
+from lab.bench.report import BenchReport
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench import transfer
-from penstock.bench.report import BenchReport
+from lab.bench import transfer
+from lab.bench.report import BenchReport
 
 pytestmark = pytest.mark.gpu
 

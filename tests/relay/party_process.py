@@ -30,8 +30,8 @@ from zlib import crc32
 import msgspec
 
 import penstock
+from lab.bench.handoff_rank import Commands, print_json
 from lab.fixtures.handoff_pair import LAYERS, Pool, Shape, layouts_of
-from penstock.bench.handoff_rank import Commands, print_json
 from penstock.errors import UnavailableError
 from penstock.handoff.handoff import EngineHandoff, HandoffRank
 from penstock.transport.machine_keys import MachineKeys

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.report import BenchReport
 from lab.bench.vllm_run import run_recording, run_vllm
 from lab.bench.vllm_workload import Workload
-from penstock.bench.report import BenchReport
 
 pytestmark = pytest.mark.vllm
 

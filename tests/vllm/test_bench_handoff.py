@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.report import BenchReport
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
-from penstock.bench.report import BenchReport
 
 pytestmark = pytest.mark.vllm
 

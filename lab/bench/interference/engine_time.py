@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 import penstock
-from penstock.bench.measure import interleave, summarize
+from lab.bench.measure import interleave, summarize
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import BenchReport, Param
+    from lab.bench.report import BenchReport, Param
 
 Reused = Literal["nothing", "prefixes"]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import penstock
 from lab.bench.interference.plan import IDLE_SHARE
 from lab.bench.interference.slow_rank import BLOCK_TOKENS, START_S, slow_config
-from penstock.bench.measure import summarize
+from lab.bench.measure import summarize
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.runtime.rank_links import meet
 from penstock.transport.zeromq import Listener
@@ -29,7 +29,7 @@ from penstock.transport.zeromq import Listener
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 MODULE = "lab.bench.interference.slow_rank"
 _AFTER_S = 0.5

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lab.bench.interference.engine_time import EngineShape
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 
 def run_on_cpu(

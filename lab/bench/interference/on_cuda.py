@@ -39,7 +39,7 @@ from lab.bench.interference.sides import (
 )
 from lab.bench.interference.telling import ALONE, BARE, PENSTOCK, add_rows, add_verdicts
 from lab.bench.interference.windows import run_window
-from penstock.bench.measure import interleave
+from lab.bench.measure import interleave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lab.bench.interference.plan import Plan, Work
     from lab.bench.interference.shares import Window
     from lab.bench.interference.windows import Side
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 _BLOCK_STEPS = 16
 """A request needs a new block every so many steps."""

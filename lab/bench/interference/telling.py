@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from lab.bench.interference.plan import TARGETS
 from lab.bench.interference.shares import Outcome, slowest_that_moves, times_as_many_kept
-from penstock.bench.measure import summarize
+from lab.bench.measure import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lab.bench.interference.shares import Window
-    from penstock.bench.report import BenchReport, Param
+    from lab.bench.report import BenchReport, Param
 
 BENCH = "interference"
 ALONE = "alone"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lab.bench import compression
-from penstock.bench.report import BenchReport
+from lab.bench.report import BenchReport
 
 if TYPE_CHECKING:
     import pytest

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lab.bench.compression_links import require_networks, run_links
+from lab.bench.report import BenchReport
 from lab.cli.app import run
-from penstock.bench.report import BenchReport
 from penstock.errors import UnavailableError
 from tests.store.redis_server import require_redis
 

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 
 from lab.bench.disk_peers import run_disk_peers
-from penstock.bench.report import BenchReport
+from lab.bench.report import BenchReport
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from lab.bench.interference import on_cpu
 from lab.bench.interference.engine_time import EngineShape, SmallEngine
 from lab.bench.interference.idle_time import measure_idle
 from lab.bench.interference.second_process_link import SecondProcess
+from lab.bench.report import BenchReport, Document
 from lab.cli.app import run
-from penstock.bench.report import BenchReport, Document
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from lab.bench.interference.shares import (
     times_as_many_kept,
 )
 from lab.bench.interference.telling import add_rows, add_verdicts
-from penstock.bench.measure import summarize
-from penstock.bench.report import BenchReport
+from lab.bench.measure import summarize
+from lab.bench.report import BenchReport
 from penstock.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.bench import prompts
 from lab.bench.peer import VllmPeer
-from penstock.bench import prompts
-from penstock.bench.prompts import draw_tokens, other_seed
+from lab.bench.prompts import draw_tokens, other_seed
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:

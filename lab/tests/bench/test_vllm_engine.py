@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from lab.bench.report import BenchReport
 from lab.bench.vllm_engine import RecordingCost, RoundResult, worker_cores
 from lab.bench.vllm_first_token import FirstToken, StepCounts
 from lab.bench.vllm_run import low_end, tell, tell_recording
 from lab.bench.vllm_workload import WORKLOADS, Workload
-from penstock.bench.report import BenchReport
 
 PROGRAM = """
 import sys

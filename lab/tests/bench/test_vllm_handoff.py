@@ -12,10 +12,10 @@ from threading import Thread
 
 import pytest
 
+from lab.bench.report import BenchReport
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 from lab.bench.vllm_pairs import draw_prompt
 from lab.bench.vllm_servers import VllmServer, session_of
-from penstock.bench.report import BenchReport
 from penstock.errors import UnavailableError
 
 

@@ -6,9 +6,9 @@ import io
 import sys
 from pathlib import Path
 
+from lab.bench.report import BenchReport
 from lab.bench.store_servers import StoreServers
 from lab.bench.vllm_shared import RECOMPUTE, SharedPlan, SharingSide, run_vllm_shared, tell
-from penstock.bench.report import BenchReport
 
 TOKENS = 1024
 

@@ -103,11 +103,6 @@ COMMANDS = {
         help="Make and list the keys by which machines know each other.",
         panel=SET_UP,
     ),
-    "bench": Command(
-        module="bench",
-        help="Measure, beside peers and ceilings in the same run.",
-        panel=PROVE,
-    ),
     "demo": Command(
         module="demo",
         function="show_demo",
@@ -163,11 +158,10 @@ COMMANDS = {
     ),
 }
 
-ELSEWHERE = {
+ELSEWHERE: dict[tuple[str, ...], str] = {
     ("sim",): _in_a_clone("make sim", "sim"),
     ("explore",): _in_a_clone("make explore", "explore"),
-    ("bench", "interference"): _in_a_clone("make bench-interference", "bench interference"),
-    ("bench", "vllm"): _in_a_clone("make bench-vllm", "bench vllm"),
+    ("bench",): _in_a_clone("make bench", "bench"),
 }
 
 

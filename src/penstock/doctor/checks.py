@@ -401,8 +401,7 @@ def _check_disks(facts: MachineFacts) -> Iterator[DoctorFinding]:
             yield _warning(
                 "disk",
                 seen,
-                "use an NVMe disk; where loading is slower than computing, Penstock computes. "
-                "`penstock bench disk` measures longer",
+                "use an NVMe disk; where loading is slower than computing, Penstock computes",
             )
         else:
             yield _ok("disk", seen)

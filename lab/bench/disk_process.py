@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.bench.measure import collector_paused, summarize
+from lab.bench.measure import collector_paused, summarize
 from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    from penstock.bench.report import BenchReport, Param
+    from lab.bench.report import BenchReport, Param
 
 BLOCK_BYTES = 256 << 10
 LAYERS = 32

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.bench.measure import interleave, summarize
+from lab.bench.measure import interleave, summarize
 from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.machine.effects import Copy
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
     from penstock.movers.cuda.queue import QueuedMover
 
 ROUNDS = 7

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 import penstock
-from penstock.bench.measure import collector_paused, interleave, summarize, timed, times_faster
-from penstock.bench.prompts import draw_tokens, other_seed
+from lab.bench.measure import collector_paused, interleave, summarize, timed, times_faster
+from lab.bench.prompts import draw_tokens, other_seed
 from penstock.cache.eviction import POLICIES
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-    from penstock.bench.measure import Summary
-    from penstock.bench.report import BenchReport
+    from lab.bench.measure import Summary
+    from lab.bench.report import BenchReport
     from penstock.vocabulary.keys import Tokens
 
 TOKEN_COUNTS = (8_192, 32_768, 131_072)

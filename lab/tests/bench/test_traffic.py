@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.bench.engine_model import EIGHT_B
-from penstock.bench.report import BenchReport
-from penstock.bench.traffic import TrafficPlan, next_count, run_traffic
-from penstock.bench.traffic_run import TrafficRun
-from penstock.bench.traffic_workloads import (
+from lab.bench.engine_model import EIGHT_B
+from lab.bench.report import BenchReport
+from lab.bench.traffic import TrafficPlan, next_count, run_traffic
+from lab.bench.traffic_run import TrafficRun
+from lab.bench.traffic_workloads import (
     AgentPlan,
     TracePlan,
     agent_workload,
@@ -58,7 +58,7 @@ SMALL = TrafficPlan(
 
 @pytest.mark.long
 def test_every_cache_gets_its_rows_and_ratios() -> None:
-    report = BenchReport(version="0", command="penstock bench traffic")
+    report = BenchReport(version="0", command="lab bench traffic")
 
     run_traffic(report, SMALL)
 
@@ -75,7 +75,7 @@ def test_every_cache_gets_its_rows_and_ratios() -> None:
 
 
 def test_an_engine_that_is_always_late_answers_none_in_time() -> None:
-    report = BenchReport(version="0", command="penstock bench traffic")
+    report = BenchReport(version="0", command="lab bench traffic")
 
     run_traffic(report, replace(SMALL, bound_s=1e-9, variants=("infinite", "lru")))
 

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from penstock.bench.measure import collector_paused, interleave, summarize, timed, times_faster
-from penstock.bench.report import describe_machine
+from lab.bench.measure import collector_paused, interleave, summarize, timed, times_faster
+from lab.bench.report import describe_machine
 
 
 def test_the_median_of_an_even_number_of_samples_lies_between_the_middle_two() -> None:

@@ -6,8 +6,8 @@ import json
 import msgspec
 import pytest
 
-from penstock.bench.measure import Summary
-from penstock.bench.report import BenchReport, Document, Machine, Param
+from lab.bench.measure import Summary
+from lab.bench.report import BenchReport, Document, Machine, Param
 
 MACHINE = Machine(
     cpu="Abacus 9", cores=2, memory_bytes=1 << 34, kernel="Linux 6", python="3.11", numpy="2.0"
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def new_report() -> BenchReport:
-    return BenchReport(version="0.1.0", command="penstock bench index", machine=MACHINE)
+    return BenchReport(version="0.1.0", command="lab bench index", machine=MACHINE)
 
 
 def add_row(report: BenchReport, *, side: str = "penstock", **params: Param) -> None:
@@ -76,7 +76,7 @@ def test_a_report_without_rows_is_not_written() -> None:
 
 
 def test_a_field_of_the_wrong_type_is_not_written() -> None:
-    report = BenchReport(version=1, command="penstock bench index", machine=MACHINE)  # type: ignore[arg-type]
+    report = BenchReport(version=1, command="lab bench index", machine=MACHINE)  # type: ignore[arg-type]
     add_row(report, tokens=8192)
 
     with pytest.raises(msgspec.ValidationError, match="penstock"):
@@ -171,7 +171,7 @@ def test_plain_columns_line_up() -> None:
 
 def test_a_benchmark_says_how_far_it_is() -> None:
     lines: list[str] = []
-    report = BenchReport(version="1", command="penstock bench", say=lines.append)
+    report = BenchReport(version="1", command="lab bench", say=lines.append)
 
     report.progress("round 1 of 3")
     add_row(report, tokens=8192)

@@ -21,12 +21,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.bench.engine_model import EIGHT_B, Model
-from penstock.bench.engine_parts import quantile
-from penstock.bench.measure import Summary, collector_paused
-from penstock.bench.traffic_engine import PATIENCE_S, TrafficStage, Variant
-from penstock.bench.traffic_run import SHARE_IN_TIME, RunResult, TrafficRun
-from penstock.bench.traffic_workloads import (
+from lab.bench.engine_model import EIGHT_B, Model
+from lab.bench.engine_parts import quantile
+from lab.bench.measure import Summary, collector_paused
+from lab.bench.traffic_engine import PATIENCE_S, TrafficStage, Variant
+from lab.bench.traffic_run import SHARE_IN_TIME, RunResult, TrafficRun
+from lab.bench.traffic_workloads import (
     AgentPlan,
     TracePlan,
     agent_workload,
@@ -38,9 +38,9 @@ from penstock.engine.spec import torch_dtype_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.bench.report import BenchReport, Param
-    from penstock.bench.traffic_engine import Side
-    from penstock.bench.traffic_workloads import Workload
+    from lab.bench.report import BenchReport, Param
+    from lab.bench.traffic_engine import Side
+    from lab.bench.traffic_workloads import Workload
     from penstock.engine.architecture import Architecture
 
 BENCH = "traffic"

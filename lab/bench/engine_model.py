@@ -1,4 +1,4 @@
-"""Models with random weights, and engines on them, for `penstock bench engine`.
+"""Models with random weights, and engines on them, for `lab bench engine`.
 
 The one rule: engines of one benchmark share a model, and each has its own blocks and cache, so that
 they differ only in what is compared.

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.bench.disk import run_disk
-from penstock.bench.disk_first_token import FirstTokenPlan, run_first_token
-from penstock.bench.disk_process import run_store_process
-from penstock.bench.report import BenchReport
+from lab.bench.disk import run_disk
+from lab.bench.disk_first_token import FirstTokenPlan, run_first_token
+from lab.bench.disk_process import run_store_process
+from lab.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from pathlib import Path

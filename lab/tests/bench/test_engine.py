@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench.engine import run_engine
-from penstock.bench.engine_model import EIGHT_B
-from penstock.bench.engine_parts import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
-from penstock.bench.report import BenchReport
+from lab.bench.engine import run_engine
+from lab.bench.engine_model import EIGHT_B
+from lab.bench.engine_parts import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
+from lab.bench.report import BenchReport
 
 SMALL = EnginePlan(
     architecture=replace(
@@ -47,7 +47,7 @@ SMALL = EnginePlan(
 
 @pytest.mark.long
 def test_every_part_reports_its_rows_and_ratios() -> None:
-    report = BenchReport(version="0", command="penstock bench engine")
+    report = BenchReport(version="0", command="lab bench engine")
 
     run_engine(report, SMALL)
 
@@ -62,7 +62,7 @@ def test_every_part_reports_its_rows_and_ratios() -> None:
 
 
 def test_one_part_can_be_measured_alone() -> None:
-    report = BenchReport(version="0", command="penstock bench engine --only decode")
+    report = BenchReport(version="0", command="lab bench engine --only decode")
 
     run_engine(report, replace(SMALL, parts=("decode",)))
 

@@ -27,7 +27,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.bench.measure import Summary
+    from lab.bench.measure import Summary
 
 Param = str | int | float | bool
 

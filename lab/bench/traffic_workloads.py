@@ -1,4 +1,4 @@
-"""Workloads of `penstock bench traffic`: slices of traces, and sessions of agents.
+"""Workloads of `lab bench traffic`: slices of traces, and sessions of agents.
 
 A workload is a list of turns in the order of their times. Those before the measured ones are its
 history: what a server that has run for long holds in its cache. Times are stretched to the rate
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lab.bench.prompts import draw_tokens
 from penstock import parse_config
-from penstock.bench.prompts import draw_tokens
 from penstock.replay.trace import TraceReader
 
 if TYPE_CHECKING:

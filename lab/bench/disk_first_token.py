@@ -19,11 +19,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.bench.disk import Way, read_with_threads
-from penstock.bench.engine_clients import Clients, prompt
-from penstock.bench.engine_model import EIGHT_B, Model
-from penstock.bench.engine_parts import ratio_of_rounds
-from penstock.bench.measure import collector_paused, summarize
+from lab.bench.disk import Way, read_with_threads
+from lab.bench.engine_clients import Clients, prompt
+from lab.bench.engine_model import EIGHT_B, Model
+from lab.bench.engine_parts import ratio_of_rounds
+from lab.bench.measure import collector_paused, summarize
 from penstock.engine.scheduler import SchedulerSettings
 from penstock.engine.spec import torch_dtype_of
 from penstock.errors import UnavailableError
@@ -31,7 +31,7 @@ from penstock.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.bench.report import BenchReport, Param
+    from lab.bench.report import BenchReport, Param
     from penstock.engine.architecture import Architecture
 
 START_S = 30.0

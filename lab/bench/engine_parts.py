@@ -1,4 +1,4 @@
-"""What `penstock bench engine` measures, part by part, and how large everything is (`EnginePlan`).
+"""What `lab bench engine` measures, part by part, and how large everything is (`EnginePlan`).
 
 | part     | what happens                                                                   |
 |----------|--------------------------------------------------------------------------------|
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.bench.engine_clients import Asked, Clients, prompt
-from penstock.bench.engine_model import EIGHT_B
-from penstock.bench.measure import collector_paused
+from lab.bench.engine_clients import Asked, Clients, prompt
+from lab.bench.engine_model import EIGHT_B
+from lab.bench.measure import collector_paused
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:

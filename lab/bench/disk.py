@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.bench.measure import collector_paused, summarize
+from lab.bench.measure import collector_paused, summarize
 from penstock.errors import UnavailableError
 from penstock.movers.packing import PackedSums
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
@@ -45,7 +45,7 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 ROUNDS = 5
 THREADS = 6

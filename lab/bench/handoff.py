@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from penstock.bench.handoff_rank import (
+from lab.bench.handoff_rank import (
     PROGRAM,
     SETTINGS,
     BenchOrders,
@@ -38,7 +38,7 @@ from penstock.bench.handoff_rank import (
     directory_of,
     keys_of,
 )
-from penstock.bench.measure import summarize
+from lab.bench.measure import summarize
 from penstock.config.values import SHARED_MEMORY
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
@@ -49,7 +49,7 @@ from penstock.transport.waiting import wait_any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 ROUNDS = 9
 SHAPES = (

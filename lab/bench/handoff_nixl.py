@@ -22,9 +22,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.bench.handoff import BENCH, PACE, SLOW_PACE, BenchChild, CorePair, engines
-from penstock.bench.handoff_rank import BenchShape, print_json
-from penstock.bench.measure import summarize
+from lab.bench.handoff import BENCH, PACE, SLOW_PACE, BenchChild, CorePair, engines
+from lab.bench.handoff_rank import BenchShape, print_json
+from lab.bench.measure import summarize
 from penstock.config.values import NIXL
 from penstock.errors import UnavailableError
 from penstock.relay.agents import ENVIRONMENT, Nixl, NixlAgent
@@ -35,10 +35,10 @@ from penstock.transport.waiting import wait_readable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.bench.handoff import Engines, Ran, RanTogether
-    from penstock.bench.report import BenchReport
+    from lab.bench.handoff import Engines, Ran, RanTogether
+    from lab.bench.report import BenchReport
 
-PROGRAM = "from penstock.bench.handoff_nixl import main; main()"
+PROGRAM = "from lab.bench.handoff_nixl import main; main()"
 SHAPES = (
     BenchShape(layers=16, tokens=1024, block_tokens=64, order="head major"),
     BenchShape(layers=16, tokens=1024, block_tokens=16, order="head major"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.cli.app import run
+from lab.cli.app import run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device")
 
@@ -27,7 +27,7 @@ def test_a_benchmark_of_a_gpu_says_in_one_line_that_there_is_none(
     printed = capsys.readouterr()
     assert ended == 3
     assert printed.out == ""
-    assert printed.err.startswith(f"penstock: bench {arguments[0]} ")
+    assert printed.err.startswith(f"lab: bench {arguments[0]} ")
     assert "CUDA" in printed.err
     assert printed.err.count("\n") == 1
     assert printed.err.endswith("\n")

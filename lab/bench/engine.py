@@ -14,9 +14,9 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.bench.engine_clients import Clients, prompt
-from penstock.bench.engine_model import Model
-from penstock.bench.engine_parts import (
+from lab.bench.engine_clients import Clients, prompt
+from lab.bench.engine_model import Model
+from lab.bench.engine_parts import (
     Chatted,
     Prefixes,
     Running,
@@ -28,15 +28,15 @@ from penstock.bench.engine_parts import (
     quantile,
     ratio_of_rounds,
 )
-from penstock.bench.measure import collector_paused, summarize
+from lab.bench.measure import collector_paused, summarize
 from penstock.engine.scheduler import SchedulerSettings
 from penstock.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.bench.engine_parts import ChatPlan, EnginePlan
-    from penstock.bench.report import BenchReport, Param
+    from lab.bench.engine_parts import ChatPlan, EnginePlan
+    from lab.bench.report import BenchReport, Param
 
 BENCH = "engine"
 ON, OFF = "host tier", "no host tier"

@@ -1,4 +1,4 @@
-"""The engines of `penstock bench traffic`: one set of device blocks, and a cache at a time.
+"""The engines of `lab bench traffic`: one set of device blocks, and a cache at a time.
 
 Kernels are compiled and graphs are captured once, and the memory of the host tier is made once, so
 that a benchmark of minutes can compare many caches.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import penstock
-from penstock.bench.prompts import draw_tokens
+from lab.bench.prompts import draw_tokens
 from penstock.cache.states import LeaseState
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.handoffs import Handoffs
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.engine_model import Model
+    from lab.bench.engine_model import Model
     from penstock.engine.requests import Answer
     from penstock.engine.steps import StepResult
     from penstock.runtime.lease import Lease

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import penstock
-from penstock.bench.handoff_rank import CHANNELS, HEADS
-from penstock.bench.measure import summarize
+from lab.bench.handoff_rank import CHANNELS, HEADS
+from lab.bench.measure import summarize
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import PART_FIRST, Held, TensorGroup, TensorLayer, TensorTier
 from penstock.transport.private_folder import private_folder, socket_path
@@ -34,7 +34,7 @@ from penstock.vocabulary.layers import GroupKind, HeadRange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 2048, 16
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))

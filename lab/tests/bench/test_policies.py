@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench.index import POLICY_METRICS, _count_calls, run_round
+from lab.bench.index import POLICY_METRICS, _count_calls, run_round
 from penstock.cache.eviction import POLICIES
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.bench.handoff import run_handoff
-from penstock.bench.handoff_nixl import run_handoff_over_nixl
-from penstock.bench.handoff_rank import BenchShape
-from penstock.bench.report import BenchReport
+from lab.bench.handoff import run_handoff
+from lab.bench.handoff_nixl import run_handoff_over_nixl
+from lab.bench.handoff_rank import BenchShape
+from lab.bench.report import BenchReport
 from penstock.cli.app import run
 from penstock.cli.conventions import ExitStatus
 from tests.relay.relays import needs_nixl

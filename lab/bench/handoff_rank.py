@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PROGRAM = "from penstock.bench.handoff_rank import main; main()"
+PROGRAM = "from lab.bench.handoff_rank import main; main()"
 SETTINGS = HandoffSettings(
     # On a busy machine, a rank that measures may not answer for a long time.
     times=HandoffTimes(suspect_s=60.0, handoff_s=120.0),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from msgspec import structs
 
-from penstock.bench.measure import collector_paused, summarize
+from lab.bench.measure import collector_paused, summarize
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.probe import TierProbe
 from penstock.store.shared_kinds import CLIENTS
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import BenchReport
+    from lab.bench.report import BenchReport
     from penstock.store.messages import StoreTierConfig
 
 ROUNDS = 5

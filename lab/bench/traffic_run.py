@@ -1,4 +1,4 @@
-"""One run of `penstock bench traffic`: requests that are due at given times, and first tokens.
+"""One run of `lab bench traffic`: requests that are due at given times, and first tokens.
 
 The one rule: a first token is timed from when its request was due, whether or not the engine was
 ready to take it, so that an engine that falls behind is not measured at a lower rate.
@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.bench.traffic_workloads import due_s
+from lab.bench.traffic_workloads import due_s
 from penstock.engine.requests import Request
 
 if TYPE_CHECKING:
-    from penstock.bench.traffic_engine import Side
-    from penstock.bench.traffic_workloads import Workload
+    from lab.bench.traffic_engine import Side
+    from lab.bench.traffic_workloads import Workload
     from penstock.engine.requests import Output
 
 SHARE_IN_TIME = 0.9

@@ -1,4 +1,0 @@
-"""Measurements, each beside the naive way, a peer, or the hardware's ceiling in the same run.
-
-Public: nothing. `penstock bench` is the interface.
-"""
