@@ -86,6 +86,7 @@ dist: ## build what would be released, in build/dist, and check it
 	    install --quiet --quiet -c constraints.txt build hatchling twine
 	@rm -rf build/dist
 	@build/release/bin/python -m build --no-isolation --outdir build/dist . > build/dist.log 2>&1 \
+	    && build/release/bin/python -m build --no-isolation --outdir build/dist server >> build/dist.log 2>&1 \
 	    || { cat build/dist.log >&2; exit 1; }
 	@build/release/bin/python -m twine check --strict build/dist/*
 
@@ -94,7 +95,7 @@ gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothi
 
 clean: ## remove .venv, .venv-vllm, build results and caches
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find $(wildcard src lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src server lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or
 # namespaces are not allowed, those tests are skipped and say why.
@@ -127,18 +128,19 @@ promtool:
 
 # What the demonstration needs, and nothing else. Compiling every file that comes with torch would
 # take half a minute: here, what is imported is compiled when it is imported first.
-$(DEMO): pyproject.toml constraints.txt Makefile
+$(DEMO): pyproject.toml server/pyproject.toml constraints.txt Makefile
 	@echo "Setting up $(VENV) from $$($(PYTHON) --version) (once; takes a minute)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "make: PYTHON must be 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv --without-pip $(VENV)
-	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[demo]"
+	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[cli]" -e "./server[engine]"
 	@touch $@
 
 # What tests and checks need besides. Everything is compiled here, on all cores: the tests start
 # hundreds of processes. Files that are no Python of this version are left as they are.
 $(READY): $(DEMO)
-	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[dev]"
+	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[dev]" \
+	    -e "./server[engine,transformers,otel]"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 	@printf '#!/bin/sh\nexec "%s" -m lab "$$@"\n' "$(CURDIR)/$(BIN)/python" > $(BIN)/lab \
 	    && chmod +x $(BIN)/lab
@@ -178,7 +180,7 @@ $(MOONCAKE): $(READY)
 	    || echo "make: libibverbs1 could not be installed; the tests with Mooncake are skipped" >&2
 	@touch $@
 
-$(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment
+$(VLLM_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-environment
 	@echo "Setting up $(VLLM) (once; takes a few minutes)"
 	@PYTHON="$(PYTHON)" .ci/vllm-environment $(VLLM)
 	@touch $@

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-import penstock
+import penstock_serve
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer in one short sentence."}
 QUESTIONS = [
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 def main(model: str | None) -> None:
     chats = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
-    with penstock.LLM(model) as llm:
+    with penstock_serve.LLM(model) as llm:
         print(llm)
         for turn in (1, 2):
             answers = llm.generate(chats, max_tokens=24, temperature=0)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import penstock
+import penstock_serve
 from penstock import errors, exports
 from penstock.cache.eviction import EvictionPolicy
 from penstock.machine import effects, events, kv_events
@@ -46,7 +47,7 @@ CLASSES: dict[str, type] = {
     "DecodeHandoff": penstock.DecodeHandoff,
     "DecodeHandoffRank": penstock.DecodeHandoffRank,
     "CacheMachine": CacheMachine,
-    "LLM": penstock.LLM,
+    "LLM": penstock_serve.LLM,
 }
 COMMON = (BaseCache, penstock.Handoff, penstock.PrefillHandoff)
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
@@ -94,7 +95,7 @@ def public_functions(owner: type) -> Iterator[tuple[str, object]]:
     for each in owner.__mro__:
         # What several classes have in common is described once.
         shared = any(issubclass(base, each) for base in described)
-        if each.__module__.split(".")[0] != "penstock" or shared:
+        if not each.__module__.startswith("penstock") or shared:
             continue
         for name, member in vars(each).items():
             function = member.fget if isinstance(member, property) else member

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "penstock"
+PACKAGES = (ROOT / "src" / "penstock", ROOT / "server" / "src" / "penstock_serve")
 WORD = re.compile(r"[A-Za-z_]\w*")
 DEFINED = re.compile(r"\b(?:def|class) +(\w+)")
 
@@ -41,9 +41,9 @@ CALLED_FROM_ELSEWHERE = {
     "handoff/handoff.py:engine_died": _AUTHORS,
     "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
     "runtime/base.py:supervised_by": _AUTHORS,
-    "serve/http.py:capture_signals": _UVICORN,
-    "serve/http.py:main_loop": _UVICORN,
-    "serve/http.py:send_400_response": _UVICORN,
+    "server/http.py:capture_signals": _UVICORN,
+    "server/http.py:main_loop": _UVICORN,
+    "server/http.py:send_400_response": _UVICORN,
     "store/disk_format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
     "vocabulary/checksums.py:add_sums": _DEFINITION,
     "vocabulary/checksums.py:cell_seed": _DEFINITION,
@@ -82,8 +82,12 @@ def is_command(node: Definition) -> bool:
 
 
 def package_files() -> dict[str, str]:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in paths}
+    """The files of both wheels."""
+    return {
+        path.relative_to(package).as_posix(): path.read_text("utf-8")
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 def words_of_callers() -> set[str]:

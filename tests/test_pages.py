@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "penstock"
+SERVER = ROOT / "server" / "src" / "penstock_serve"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
@@ -34,8 +35,10 @@ NAME = re.compile(r"(?:\bdef |\bclass |\.)([A-Za-z_]+)")
 TERM = re.compile(r"^\| ([a-z ]+) \| ", re.MULTILINE)
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
-FILE = re.compile(r"(?<![\w/.])((?:src/penstock|lab|tests|examples)/[\w/]+\.py)")
-DOTTED = re.compile(r"(?:`|\bfrom |\bimport )((?:penstock|lab)(?:\.\w+)+)")
+FILE = re.compile(
+    r"(?<![\w/.])((?:src/penstock|server/src/penstock_serve|lab|tests|examples)/[\w/]+\.py)"
+)
+DOTTED = re.compile(r"(?:`|\bfrom |\bimport )((?:penstock|penstock_serve|lab)(?:\.\w+)+)")
 BENCH = re.compile(r"\b(penstock|lab) bench ([\w-]+)([^\n`]*)")
 BENCHES: dict[tuple[str, str], set[str]] = defaultdict(set)
 for page in PAGES:
@@ -59,7 +62,8 @@ def words_in_names() -> set[str]:
     """Every word in the names of the package's code: `HopMeter` has `hop` and `meter`."""
     names = {
         name
-        for path in PACKAGE.rglob("*.py")
+        for package in (PACKAGE, SERVER)
+        for path in package.rglob("*.py")
         for name in NAME.findall(path.read_text(encoding="utf-8"))
     }
     return {word.lower() for name in names for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
@@ -68,7 +72,7 @@ def words_in_names() -> set[str]:
 def test_the_files_on_the_architecture_page_exist() -> None:
     named = PATH.findall(ARCHITECTURE)
 
-    folders = (PACKAGE, PACKAGE / "handoff" / "protocol", PACKAGE / "handoff", ROOT)
+    folders = (PACKAGE, PACKAGE / "handoff" / "protocol", PACKAGE / "handoff", SERVER, ROOT)
     missing = [path for path in named if not any((folder / path).exists() for folder in folders)]
 
     assert len(named) > 50
@@ -134,7 +138,9 @@ def test_the_files_in_the_table_of_contributing_exist() -> None:
     table = CONTRIBUTING.partition("## Where does X go?")[2].partition("\n## ")[0]
     named = re.findall(r"`([\w/]+/[\w/]*(?:\.py|\.md)?)`", table)
 
-    missing = [path for path in named if not any((at / path).exists() for at in (PACKAGE, ROOT))]
+    missing = [
+        path for path in named if not any((at / path).exists() for at in (PACKAGE, SERVER, ROOT))
+    ]
 
     assert len(named) > 25
     assert not missing
@@ -146,8 +152,9 @@ def test_the_architecture_page_is_short() -> None:
 
 def test_the_architecture_page_describes_every_package() -> None:
     packages = set(imports())
+    served = {path.parent.name for path in SERVER.glob("*/__init__.py")}
 
-    assert packages <= {path.rstrip("/") for path in PATH.findall(ARCHITECTURE)}
+    assert packages | served <= {path.rstrip("/") for path in PATH.findall(ARCHITECTURE)}
     assert packages == CAPTIONS.keys()
 
 
@@ -193,7 +200,7 @@ def test_every_term_of_the_glossary_is_used_in_the_package() -> None:
 def is_there(dotted: str) -> bool:
     """Whether a module exists, or the text of its nearest parent has the next name."""
     first, *names = dotted.split(".")
-    at = ROOT / "src" / first if first == "penstock" else ROOT / first
+    at = {"penstock": PACKAGE, "penstock_serve": SERVER}.get(first, ROOT / first)
     while names and ((at / names[0]).is_dir() or (at / f"{names[0]}.py").is_file()):
         at /= names.pop(0)
     files = [at.with_suffix(".py"), at / "__init__.py"]

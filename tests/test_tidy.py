@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ("src/penstock/", "server/src/penstock_serve/")
 
 FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 60
@@ -25,7 +26,7 @@ DECISION_LINES_MAX = 60
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS: dict[str, str] = {
-    "src/penstock/engine/tokenizer.py": "tokenizers raises a bare Exception for a broken file",
+    "server/src/penstock_serve/engine/tokenizer.py": "tokenizers raises a bare Exception",
     "src/penstock/extensions.py": "an entry point imports code of others, which may raise anything",
     "src/penstock/handoff/driver/decode_rank.py": "one part fails its handoff, not the rank",
     "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
@@ -155,8 +156,8 @@ def public_names_of(package: str) -> set[str]:
 
 def packages() -> list[str]:
     """Every package but `penstock` itself, which tests/test_exports.py looks at."""
-    found = [name.removesuffix("/__init__.py") for name in python_files("src/penstock/")]
-    return [name for name in found if (ROOT / name).is_dir() and name != "src/penstock"]
+    found = [name.removesuffix("/__init__.py") for each in WHEELS for name in python_files(each)]
+    return [name for name in found if (ROOT / name).is_dir() and f"{name}/" not in WHEELS]
 
 
 def imports_on_pages() -> Iterator[tuple[str, str, str]]:
@@ -191,7 +192,9 @@ def test_the_project_has_files_to_look_at() -> None:
 
 
 def test_no_python_file_is_longer_than_one_idea() -> None:
-    counts = {name: line_count(name) for name in python_files("src", "lab", "tests", "examples")}
+    counts = {
+        name: line_count(name) for name in python_files("src", "server", "lab", "tests", "examples")
+    }
 
     long = {name: count for name, count in counts.items() if count > FILE_LINES_MAX}
 
@@ -201,7 +204,7 @@ def test_no_python_file_is_longer_than_one_idea() -> None:
 def test_no_function_is_longer_than_a_page() -> None:
     lengths = dict(
         function
-        for name in python_files("src", "lab", "tests", "examples")
+        for name in python_files("src", "server", "lab", "tests", "examples")
         for function in facts_of(name).functions.items()
     )
 
@@ -211,7 +214,7 @@ def test_no_function_is_longer_than_a_page() -> None:
 
 
 def test_errors_are_caught_by_name_except_at_the_edge() -> None:
-    lines = {name: facts_of(name).broad_excepts for name in python_files("src", "lab/")}
+    lines = {name: facts_of(name).broad_excepts for name in python_files("src", "server", "lab/")}
 
     broad = {name: found for name, found in lines.items() if found}
 
@@ -219,7 +222,9 @@ def test_errors_are_caught_by_name_except_at_the_edge() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    modules = [name for name in python_files("src", "lab/") if not name.startswith("lab/tests/")]
+    modules = [
+        name for name in python_files("src", "server", "lab/") if not name.startswith("lab/tests/")
+    ]
 
     silent = [name for name in modules if not facts_of(name).docstring]
 
@@ -236,7 +241,9 @@ def test_nothing_in_the_package_sleeps() -> None:
     sleep = re.compile(r"\btime\.sleep\(|\bfrom time import .*\bsleep\b")
 
     assert not [
-        line for name in python_files("src", "lab/") for line in lines_matching(sleep, name)
+        line
+        for name in python_files("src", "server", "lab/")
+        for line in lines_matching(sleep, name)
     ]
 
 
@@ -260,7 +267,7 @@ def test_pages_that_should_be_short_are_short() -> None:
 
 def test_no_two_public_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
-    for name in python_files("src/penstock/"):
+    for name in (*python_files(WHEELS[0]), *python_files(WHEELS[1])):
         for found in facts_of(name).public_classes:
             places.setdefault(found, []).append(name)
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 
-ENCODES = "serve/text_endpoint.py"
+ENCODES = "server/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
     *("supervisor/", "movers/c_compiler.py", "testing/", "demo/", "replay/plan.py"),
@@ -25,7 +25,7 @@ MAY_HAVE_THREADS = (
     *("testing/", "demo/", "store/disk", "store/tier_slots", ENCODES),
     *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_", "store/mooncake_"),
     *("replay/plan.py",),
-    *("store/shared", "store/object_blobs.py", "serve/tracing.py", "runtime/saved_curves.py"),
+    *("store/shared", "store/object_blobs.py", "server/tracing.py", "runtime/saved_curves.py"),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it
@@ -44,6 +44,16 @@ THREADS = re.compile(
     r"|\brun_in_executor\(|\bto_thread\(",
     re.MULTILINE,
 )
+
+
+def package_files() -> dict[str, Path]:
+    """The files of both wheels, by their paths in them."""
+    packages = (ROOT / "src" / "penstock", ROOT / "server" / "src" / "penstock_serve")
+    return {
+        path.relative_to(package).as_posix(): path
+        for package in packages
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 def functions_of(path: Path) -> set[str]:
@@ -70,10 +80,9 @@ def test_a_test_that_the_page_names_exists(path: str, name: str) -> None:
 
 
 def test_only_the_supervisor_starts_processes_and_nothing_starts_threads() -> None:
-    package = ROOT / "src" / "penstock"
     found = []
-    for path in sorted(package.rglob("*.py")):
-        name, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
+    for name, path in package_files().items():
+        text = path.read_text(encoding="utf-8")
         if PROCESSES.search(text) and not name.startswith(MAY_START_PROCESSES):
             found.append(f"{name} starts processes")
         if THREADS.search(text) and not name.startswith(MAY_HAVE_THREADS):

@@ -24,15 +24,15 @@ from lab.bench.engine_clients import Clients, prompt
 from lab.bench.engine_model import EIGHT_B, Model
 from lab.bench.engine_parts import ratio_of_rounds
 from lab.bench.measure import collector_paused, summarize
-from penstock.engine.scheduler import SchedulerSettings
-from penstock.engine.spec import torch_dtype_of
 from penstock.errors import UnavailableError
+from penstock_serve.engine.scheduler import SchedulerSettings
+from penstock_serve.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lab.bench.report import BenchReport, Param
-    from penstock.engine.architecture import Architecture
+    from penstock_serve.engine.architecture import Architecture
 
 START_S = 30.0
 WAIT_S = 1.0

@@ -29,8 +29,8 @@ from lab.bench.engine_parts import (
     ratio_of_rounds,
 )
 from lab.bench.measure import collector_paused, summarize
-from penstock.engine.scheduler import SchedulerSettings
-from penstock.engine.spec import torch_dtype_of
+from penstock_serve.engine.scheduler import SchedulerSettings
+from penstock_serve.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

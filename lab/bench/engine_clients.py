@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from penstock.engine.requests import Request
 from penstock.errors import UnavailableError
+from penstock_serve.engine.requests import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 PATIENCE_S = 120.0
 

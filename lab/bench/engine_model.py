@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 
 import penstock
-from penstock.engine.architecture import Architecture
-from penstock.engine.checkpoints import RankWeights
-from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.model import Alone, Decoder
-from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.sharding import share_of
-from penstock.engine.worker import Worker, allocate_kv, attention_on, device_of, kv_tier, lane_on
+from penstock_serve.engine.architecture import Architecture
+from penstock_serve.engine.checkpoints import RankWeights
+from penstock_serve.engine.engine import Engine, LocalWorkers
+from penstock_serve.engine.model import Alone, Decoder
+from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
+from penstock_serve.engine.sharding import share_of
+from penstock_serve.engine.worker import (
+    Worker,
+    allocate_kv,
+    attention_on,
+    device_of,
+    kv_tier,
+    lane_on,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,8 +30,8 @@ from penstock.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.architecture import Architecture
     from penstock.runtime.lease import Lease
+    from penstock_serve.engine.architecture import Architecture
 
 FOUND_SHARE = 0.98
 """The share of a prefix that must come from host memory; a block or two may be on the device."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lab.bench.report import BenchReport
-    from penstock.engine.architecture import Architecture
+    from penstock_serve.engine.architecture import Architecture
 
 START_S = 600.0
 ANSWER_S = 300.0

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 from lab.bench.measure import summarize
 from lab.bench.pair import BLOCK_TOKENS, SCALES, write_model
 from penstock.config import parse_config
-from penstock.engine.instance import build_engine
-from penstock.engine.peers import REST_S
-from penstock.engine.requests import Request
-from penstock.engine.spec import InstanceSpec, PairSpec
 from penstock.errors import UnavailableError
+from penstock_serve.engine.instance import build_engine
+from penstock_serve.engine.peers import REST_S
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.spec import InstanceSpec, PairSpec
 
 if TYPE_CHECKING:
     from lab.bench.report import BenchReport
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 OTHERS = 7
 TOKENS = 512

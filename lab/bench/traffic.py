@@ -32,8 +32,8 @@ from lab.bench.traffic_workloads import (
     agent_workload,
     trace_workload,
 )
-from penstock.engine.scheduler import SchedulerSettings
-from penstock.engine.spec import torch_dtype_of
+from penstock_serve.engine.scheduler import SchedulerSettings
+from penstock_serve.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lab.bench.report import BenchReport, Param
     from lab.bench.traffic_engine import Side
     from lab.bench.traffic_workloads import Workload
-    from penstock.engine.architecture import Architecture
+    from penstock_serve.engine.architecture import Architecture
 
 BENCH = "traffic"
 CLOSE_TO = 1.1

@@ -20,12 +20,12 @@ import numpy as np
 import penstock
 from lab.bench.prompts import draw_tokens
 from penstock.cache.states import LeaseState
-from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.handoffs import Handoffs
-from penstock.engine.requests import Request
-from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.worker import Worker, allocate_kv, kv_tier, lane_on
 from penstock.errors import CapacityError, UnavailableError
+from penstock_serve.engine.engine import Engine, LocalWorkers
+from penstock_serve.engine.handoffs import Handoffs
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
+from penstock_serve.engine.worker import Worker, allocate_kv, kv_tier, lane_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.bench.engine_model import Model
-    from penstock.engine.requests import Answer
-    from penstock.engine.steps import StepResult
     from penstock.runtime.lease import Lease
+    from penstock_serve.engine.requests import Answer
+    from penstock_serve.engine.steps import StepResult
 
 PATIENCE_S = 120.0
 

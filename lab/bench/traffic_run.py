@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lab.bench.traffic_workloads import due_s
-from penstock.engine.requests import Request
+from penstock_serve.engine.requests import Request
 
 if TYPE_CHECKING:
     from lab.bench.traffic_engine import Side
     from lab.bench.traffic_workloads import Workload
-    from penstock.engine.requests import Output
+    from penstock_serve.engine.requests import Output
 
 SHARE_IN_TIME = 0.9
 

@@ -14,7 +14,7 @@ from lab.demo import run_demo
 from lab.demo.result import REASONS_IN_WORDS
 from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, SeedOption, write_json
-from penstock.cli.demo import PIPED_WIDTH, print_section, table_of
+from penstock_serve.cli.demo import PIPED_WIDTH, print_section, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table

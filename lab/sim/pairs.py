@@ -4,9 +4,9 @@
 
 A pair of instances is a `HandoffWorld`: the parties are the shipped machines, and they are other
 lives each time the pair is opened. The router chooses a prefill and a decode instance for each
-request, and opens and closes pairs by the rules of `penstock.serve.pairs`; instances keep the
-bounds of `penstock.engine.peers`. Instances join, drain and leave, change their roles, die and
-start again.
+request, and opens and closes pairs by the rules of `penstock_serve.server.pairs`; instances
+keep the bounds of `penstock_serve.engine.peers`. Instances join, drain and leave, change their
+roles, die and start again.
 
 - `bounds`: an instance has at most `peers_max` pairs open, and the landing areas of a decode rank
   stay within its landing memory, those of all pairs together;

@@ -1,7 +1,7 @@
 """The router of a simulated world of pairs: chooses instances, introduces them, tries again.
 
-It keeps the rules of `penstock.serve.pairs`: a pair is opened when a request first needs it and
-closed when none has used it for `idle_s`, or to make room; a pair that a request uses is closed
+It keeps the rules of `penstock_serve.server.pairs`: a pair is opened when a request first needs it,
+and closed when none has used it for `idle_s`, or to make room; a pair that a request uses is closed
 only when one of the two is gone or cannot open it.
 """
 

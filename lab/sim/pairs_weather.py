@@ -88,7 +88,7 @@ class PairsWeather:
 
 
 def pair_share(landing_bytes_max: int, peers_max: int, area_bytes: int, prefill_ranks: int) -> int:
-    """The landing memory of a decode rank that one pair gets, as `penstock.engine.peers` has it."""
+    """What one pair gets of a decode rank's landing memory, as in `penstock_serve.engine.peers`."""
     return max(landing_bytes_max // peers_max, area_bytes * prefill_ranks)
 
 

@@ -14,7 +14,6 @@ them is asked for.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -23,18 +22,26 @@ if TYPE_CHECKING:
     from penstock.exports import *  # noqa: F403
     from penstock.tiers.tensors import TensorTier as TensorTier
 else:
+    _EXPORTS = "penstock.exports"
     # torch is optional, and takes seconds to load: nothing but the name itself asks for it.
-    _NEED_TORCH = {"TensorTier": "penstock.tiers.tensors"}
+    _NEED_TORCH = frozenset({"TensorTier"})
 
     def __getattr__(name: str) -> object:
+        from penstock.lazy_names import homes_of, import_module, load_name  # noqa: PLC0415
+
         if name in _NEED_TORCH:
-            return globals().setdefault(name, getattr(import_module(_NEED_TORCH[name]), name))
-        exports = {} if name.startswith("_") else vars(import_module("penstock.exports"))
-        if name in globals():  # A part of the package, which came with the exports.
-            return globals()[name]
-        if name not in exports:
-            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-        return globals().setdefault(name, exports[name])
+            value = load_name("penstock.tensors", name)
+        elif name in homes_of(_EXPORTS):
+            value = load_name(_EXPORTS, name)
+        else:
+            if not name.startswith("_"):
+                import_module(_EXPORTS)  # A part of the package may have come with it.
+            if name not in globals():
+                raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+            value = globals()[name]
+        return globals().setdefault(name, value)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_NEED_TORCH, *vars(import_module("penstock.exports"))})
+        from penstock.lazy_names import homes_of  # noqa: PLC0415
+
+        return sorted({*globals(), *_NEED_TORCH, *homes_of(_EXPORTS)})

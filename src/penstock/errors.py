@@ -122,9 +122,18 @@ INSTALL = 'pip install ".[{extras}]" in a clone of the repository'
 """Every message that asks for an extra has this: a release changes it here alone."""
 
 
+SERVER_INSTALL = 'pip install ".[cli]" "./server{extras}" in a clone of the repository'
+"""The same for the wheel `penstock-serve`."""
+
+
 def install_hint(extras: str) -> str:
     """How to install extras of Penstock, as messages say it."""
     return INSTALL.format(extras=extras)
+
+
+def server_install_hint(extras: str = "") -> str:
+    """How to install the server, with some of its extras."""
+    return SERVER_INSTALL.format(extras=f"[{extras}]" if extras else "")
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

@@ -13,8 +13,6 @@ from penstock.cache.states import LeaseState as LeaseState
 from penstock.config import Config as Config
 from penstock.config import load_config as load_config
 from penstock.config import parse_config as parse_config
-from penstock.engine.llm import LLM as LLM
-from penstock.engine.llm import Completion as Completion
 from penstock.errors import AccessError as AccessError
 from penstock.errors import CapacityError as CapacityError
 from penstock.errors import ConfigError as ConfigError
@@ -51,12 +49,15 @@ from penstock.machine.kv_events import BlocksRemoved as BlocksRemoved
 from penstock.machine.kv_events import BlocksStored as BlocksStored
 from penstock.machine.kv_events import KvEvent as KvEvent
 from penstock.machine.kv_events import Snapshot as Snapshot
+from penstock.machine.kv_events import chains_of as chains_of
 from penstock.machine.statistics import CacheStatistics as CacheStatistics
 from penstock.runtime.base import RankRegistry as RankRegistry
 from penstock.runtime.cache import Cache as Cache
 from penstock.runtime.cache import Pin as Pin
+from penstock.runtime.engine_steps import EngineSteps as EngineSteps
 from penstock.runtime.lease import Lease as Lease
 from penstock.runtime.lease import Verdict as Verdict
+from penstock.runtime.memory import ResizeStatus as ResizeStatus
 from penstock.runtime.offload import Offload as Offload
 from penstock.runtime.open import open as open  # noqa: A004
 from penstock.runtime.open import open_offload as open_offload
@@ -67,7 +68,10 @@ from penstock.runtime.status import Drained as Drained
 from penstock.runtime.status import Health as Health
 from penstock.runtime.stop_signal import StopSignal as StopSignal
 from penstock.transport.machine_keys import MachineKeys as MachineKeys
+from penstock.vocabulary.dtypes import DType as DType
 from penstock.vocabulary.keys import Item as Item
 from penstock.vocabulary.keys import KeyChain as KeyChain
+from penstock.vocabulary.layers import GroupKind as GroupKind
+from penstock.vocabulary.layers import HeadRange as HeadRange
 from penstock.vocabulary.layout import Layout as Layout
 from penstock.vocabulary.namespace import Namespace as Namespace

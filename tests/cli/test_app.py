@@ -23,6 +23,7 @@ from penstock.errors import (
     LeaseError,
     PenstockError,
     UnavailableError,
+    server_install_hint,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def test_version_names_penstock_python_and_what_is_used(capsys: pytest.CaptureFi
 
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert ended == 0
-    assert names == ["penstock", "numpy", "msgspec", "xxhash", "pyzmq", "torch", "python", "system"]
+    used = ["numpy", "msgspec", "xxhash", "pyzmq", "torch"]
+    assert names == ["penstock", "penstock-serve", *used, "python", "system"]
 
 
 def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +176,7 @@ def test_every_option_of_a_command_is_on_a_page(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_about_itself(name: str) -> None:
     row = COMMANDS[name]
-    module = import_module(f"penstock.cli.{row.module}")
+    module = import_module(f"{row.package or 'penstock.cli'}.{row.module}")
 
     if row.function:
         said = getattr(module, row.function).__doc__.split("\n\n")[0]
@@ -264,3 +266,19 @@ def test_a_reader_that_has_read_enough_is_no_error(
         )
 
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["serve"], ["top", "--help"]], ids=" ".join)
+def test_a_command_of_the_other_wheel_says_how_to_install_it(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.cli.app.find_spec", lambda _: None)
+
+    ended = run(arguments)
+
+    printed = capsys.readouterr()
+    assert ended == 3
+    assert printed.out == ""
+    assert printed.err == (
+        f"penstock: {arguments[0]} is part of penstock-serve: {server_install_hint()}\n"
+    )

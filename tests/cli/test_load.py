@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import run
-from penstock.serve.guard import KEY_VARIABLE
+from penstock_serve.server.guard import KEY_VARIABLE
 from tests.loadtest.conftest import answer_whole
 from tests.serve import browser
 from tests.serve.conftest import SOON_S, eventually

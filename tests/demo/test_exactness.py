@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.demo.clients import AnsweredToken, ChatTurn
-from penstock.demo.exactness import BOUND, Fresh, check, difference
-from penstock.engine.requests import Request
-from penstock.engine.sampling_options import Sampling
+from penstock_serve.demo.clients import AnsweredToken, ChatTurn
+from penstock_serve.demo.exactness import BOUND, Fresh, check, difference
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.sampling_options import Sampling
 from tests.engine.test_engine import make_engine
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 MESSAGES = [
     {

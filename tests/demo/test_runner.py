@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cache.explain import MissReason
-from penstock.cli import demo
 from penstock.cli.app import run
-from penstock.demo import Played, Stage
-from penstock.demo.chats import CHATS_MAX, chats
-from penstock.demo.page import KINDS
-from penstock.demo.result import GENERATED_MAX
-from penstock.demo.runner import too_much
-from penstock.observe.miss_reasons import MISS_ADVICE
+from penstock_serve.cli import demo
+from penstock_serve.demo import Played, Stage
+from penstock_serve.demo.chats import CHATS_MAX, chats
+from penstock_serve.demo.page import KINDS
+from penstock_serve.demo.result import GENERATED_MAX
+from penstock_serve.demo.runner import too_much
+from penstock_serve.observe.miss_reasons import MISS_ADVICE
 from tests.serve import browser
 from tests.serve.conftest import make_checkpoint
 

@@ -21,7 +21,7 @@ from penstock.doctor.checks import (
     link_bytes_per_s,
 )
 from penstock.doctor.facts import DiskRate, DiskRoom, GpuRate, MachineFacts
-from penstock.errors import install_hint
+from penstock.errors import install_hint, server_install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ MOONCAKE = CONFIG + '[[tiers]]\nname = "shared"\nkind = "mooncake"\nmaster = "ca
 OBJECTS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "s3://bucket/kv"\n'
 FOLDER = CONFIG + '[[tiers]]\nname = "shared"\nkind = "objects"\nurl = "file:///mnt/kv"\n'
 PACKAGES = {
-    "demo": ["torch", "uvicorn"],
+    "engine": ["torch", "gguf"],
     "redis": ["redis"],
     "mooncake": ["mooncake-transfer-engine"],
     "objects": ["obstore"],
@@ -416,8 +416,8 @@ def test_ports_of_kv_events_are_looked_at_for_every_instance(machine: Machine) -
     ("config", "packages", "missing", "extra"),
     [
         (CONFIG, {}, "", ""),
-        (f"{CONFIG}[serve]\n", {}, "torch, uvicorn", "engine,serve"),
-        (f"{CONFIG}[serve]\n", {"torch": "2", "uvicorn": "1"}, "", ""),
+        (f"{CONFIG}[serve]\n", {}, "torch, gguf", "engine"),
+        (f"{CONFIG}[serve]\n", {"torch": "2", "gguf": "1"}, "", ""),
         (REDIS, {}, "redis", "redis"),
         (f'{REDIS}compression = "zstd"\n', {"redis": "8"}, "zstandard", "compression"),
         (MOONCAKE, {}, "mooncake-transfer-engine", "mooncake"),
@@ -441,7 +441,8 @@ def test_what_a_configuration_asks_for_must_be_installed(
     status, seen, remedy = only(findings)
     assert status == "problem"
     assert seen.startswith(f"{missing} not installed, and ")
-    assert remedy == install_hint(extra)
+    hint = server_install_hint if extra == "engine" else install_hint
+    assert remedy == hint(extra)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_somebody_is_reached_where_somebody_listens(tmp_path: Path) -> None:
 
 
 def test_the_packages_of_an_extra_are_known() -> None:
-    assert {"starlette", "uvicorn", "prometheus-client"} <= set(packages_of("serve"))
+    assert packages_of("cli") == ["typer", "rich"]
+    assert {"torch", "tokenizers"} <= set(packages_of("engine")), "of the other wheel"
     assert packages_of("no-such-extra") == []
 
 

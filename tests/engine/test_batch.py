@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.batch import NOWHERE, PREVIOUS, BatchShape, TokenSpan, lay_out, on_device
+from penstock_serve.engine.batch import NOWHERE, PREVIOUS, BatchShape, TokenSpan, lay_out, on_device
 
 CPU = torch.device("cpu")
 

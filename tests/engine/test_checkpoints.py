@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.config import parse_config
-from penstock.engine.architecture import architecture_from_config, read_architecture
-from penstock.engine.checkpoints import find_model
-from penstock.engine.spec import InstanceSpec
-from penstock.engine.worker import load_rank
 from penstock.errors import ConfigError, UnavailableError
+from penstock_serve.engine.architecture import architecture_from_config, read_architecture
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.spec import InstanceSpec
+from penstock_serve.engine.worker import load_rank
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

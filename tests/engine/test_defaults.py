@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.engine.checkpoints import DEFAULT_NAME, ModelFiles
-from penstock.engine.defaults import GREEDY, Defaults, defaults_of
 from penstock.errors import ConfigError
+from penstock_serve.engine.checkpoints import DEFAULT_NAME, ModelFiles
+from penstock_serve.engine.defaults import GREEDY, Defaults, defaults_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,13 +9,13 @@ import gguf
 import pytest
 import torch
 
-from penstock.engine.architecture import read_architecture
-from penstock.engine.batch import TokenSpan, on_device
-from penstock.engine.checkpoints import RankWeights, SafetensorsCheckpoint, find_model
-from penstock.engine.gguf_file import GgufFile
-from penstock.engine.model import Alone, Decoder
-from penstock.engine.sharding import share_of
 from penstock.errors import ConfigError
+from penstock_serve.engine.architecture import read_architecture
+from penstock_serve.engine.batch import TokenSpan, on_device
+from penstock_serve.engine.checkpoints import RankWeights, SafetensorsCheckpoint, find_model
+from penstock_serve.engine.gguf_file import GgufFile
+from penstock_serve.engine.model import Alone, Decoder
+from penstock_serve.engine.sharding import share_of
 from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:

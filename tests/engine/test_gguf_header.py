@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from penstock.engine.gguf_file import GgufFile, GgufHeader
+from penstock_serve.engine.gguf_file import GgufFile, GgufHeader
 from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.engine.checkpoints import find_model
-from penstock.engine.gguf_file import GgufFile
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.gguf_file import GgufFile
 from tests.engine.conftest import telling
 from tests.engine.gguf_writing import USUAL, Manner, as_they_are, stored_name, write_gguf
 from tests.engine.test_gguf_file import logits_of

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from penstock.config import parse_config
-from penstock.engine.instance import build_engine
-from penstock.engine.requests import Output, Phase, Request
-from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
-from penstock.engine.spec import InstanceRole, InstanceSpec, PairSpec
 from penstock.handoff import PrefillHandoff
+from penstock_serve.engine.instance import build_engine
+from penstock_serve.engine.requests import Output, Phase, Request
+from penstock_serve.engine.sampling_options import LOGPROBS_MAX, Sampling
+from penstock_serve.engine.spec import InstanceRole, InstanceSpec, PairSpec
 from tests.engine.test_engine import SOON_S, require_right_logits, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 BLOCK = 8
 NAMES: dict[str, Any] = {"prefill": "prefill-0", "decode": "decode-0"}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from penstock.engine.checkpoints import ModelFiles, find_model
 from penstock.errors import ConfigError
+from penstock_serve.engine.checkpoints import ModelFiles, find_model
 from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:

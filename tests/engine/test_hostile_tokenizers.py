@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.engine.text import Text
 from penstock.errors import ConfigError
+from penstock_serve.engine.text import Text
 from tests.serve.conftest import make_tokenizer
 
 if TYPE_CHECKING:

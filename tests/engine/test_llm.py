@@ -1,4 +1,4 @@
-"""`penstock.LLM`: prompts in, answers out, without a server."""
+"""`penstock_serve.LLM`: prompts in, answers out, without a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.engine import instance
+import penstock_serve
+from penstock_serve.engine import instance
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[penstock.LLM]:
-    with penstock.LLM(folder, config=CONFIG) as made:
+def llm(folder: Path) -> Iterator[penstock_serve.LLM]:
+    with penstock_serve.LLM(folder, config=CONFIG) as made:
         yield made
 
 
@@ -56,7 +57,7 @@ def reference(folder: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     return made[0, len(prompt) :].tolist()
 
 
-def test_answers_are_those_of_the_reference_model(llm: penstock.LLM, folder: Path) -> None:
+def test_answers_are_those_of_the_reference_model(llm: penstock_serve.LLM, folder: Path) -> None:
     [answer] = llm.generate([TEXT], max_tokens=6, temperature=0)
 
     assert list(answer.token_ids) == reference(folder, answer.prompt_token_ids, 6)
@@ -65,7 +66,7 @@ def test_answers_are_those_of_the_reference_model(llm: penstock.LLM, folder: Pat
 
 
 def test_prompts_are_text_or_tokens_or_messages_and_answers_keep_their_order(
-    llm: penstock.LLM,
+    llm: penstock_serve.LLM,
 ) -> None:
     [text] = llm.generate([TEXT], max_tokens=4, temperature=0)
     chat = [{"role": "user", "content": TEXT}]
@@ -83,7 +84,7 @@ def test_prompts_are_text_or_tokens_or_messages_and_answers_keep_their_order(
 
 def test_a_prefix_is_found_on_the_device_and_in_host_memory(folder: Path) -> None:
     prompt = list(range(40))
-    with penstock.LLM(folder, config=CONFIG) as llm:
+    with penstock_serve.LLM(folder, config=CONFIG) as llm:
         [first] = llm.generate([prompt], max_tokens=1, temperature=0)
         [second] = llm.generate([prompt], max_tokens=1, temperature=0)
         # Enough to push the first prompt out of the 24 blocks of the device.
@@ -112,9 +113,9 @@ def test_the_next_llm_finds_on_disk_what_the_last_one_computed(
         engine = {{ threads = 1 }}
         """
     )
-    with penstock.LLM(folder, config=config) as llm:
+    with penstock_serve.LLM(folder, config=config) as llm:
         [first] = llm.generate([TEXT], max_tokens=6, temperature=0)
-    with penstock.LLM(folder, config=config) as llm:
+    with penstock_serve.LLM(folder, config=config) as llm:
         [again] = llm.generate([TEXT], max_tokens=6, temperature=0)
 
     assert first.cached_tokens == 0
@@ -138,13 +139,13 @@ def test_a_disk_that_cannot_be_used_is_not_waited_for(
     )
     began = time.monotonic()
 
-    with penstock.LLM(folder, config=config) as llm:
+    with penstock_serve.LLM(folder, config=config) as llm:
         assert llm.generate([TEXT], max_tokens=1, temperature=0)
 
     assert time.monotonic() - began < 900, "it waited for the disk"
 
 
-def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock.LLM) -> None:
+def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock_serve.LLM) -> None:
     [whole] = llm.generate([TEXT], max_tokens=12, temperature=0)
     stop = whole.text[4:6]
 
@@ -156,7 +157,7 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock.L
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
-def test_a_seed_gives_the_same_answers_beside_whatever_else_runs(llm: penstock.LLM) -> None:
+def test_a_seed_gives_the_same_answers_beside_whatever_else_runs(llm: penstock_serve.LLM) -> None:
     alone = llm.generate([TEXT], max_tokens=8, temperature=1.5, seed=7)
 
     beside = llm.generate([TEXT, "tier", [1, 2, 3]], max_tokens=8, temperature=1.5, seed=7)
@@ -175,7 +176,7 @@ def test_more_prompts_than_may_wait_are_all_answered(folder: Path) -> None:
         engine = { waiting_max = 2, step_requests = 2, step_tokens = 32, threads = 1 }
         """
     )
-    with penstock.LLM(folder, config=table) as llm:
+    with penstock_serve.LLM(folder, config=table) as llm:
         answers = llm.generate([[n + 1, n + 2] for n in range(9)], max_tokens=2, temperature=0)
 
         assert [answer.prompt_token_ids[0] for answer in answers] == list(range(1, 10))
@@ -210,7 +211,7 @@ def test_more_prompts_than_may_wait_are_all_answered(folder: Path) -> None:
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value_and_what_is_right(
-    llm: penstock.LLM, given: dict[str, Any], message: str
+    llm: penstock_serve.LLM, given: dict[str, Any], message: str
 ) -> None:
     before = llm.statistics().requests
     arguments: dict[str, Any] = {"prompts": [TEXT], **given}
@@ -221,7 +222,7 @@ def test_a_wrong_argument_is_named_with_its_value_and_what_is_right(
     assert llm.statistics().requests == before
 
 
-def test_what_can_never_fit_is_refused_before_anything_is_computed(llm: penstock.LLM) -> None:
+def test_what_can_never_fit_is_refused_before_anything_is_computed(llm: penstock_serve.LLM) -> None:
     before = llm.statistics().requests
 
     with pytest.raises(penstock.NeverFitsError) as refused:
@@ -234,7 +235,7 @@ def test_what_can_never_fit_is_refused_before_anything_is_computed(llm: penstock
     assert llm.statistics().requests == before
 
 
-def test_without_max_tokens_an_answer_has_what_the_prompt_leaves(llm: penstock.LLM) -> None:
+def test_without_max_tokens_an_answer_has_what_the_prompt_leaves(llm: penstock_serve.LLM) -> None:
     [answer] = llm.generate([[5] * 180], temperature=0)
 
     assert len(answer.token_ids) == 24 * 8 - 180
@@ -242,7 +243,7 @@ def test_without_max_tokens_an_answer_has_what_the_prompt_leaves(llm: penstock.L
 
 def test_a_model_without_a_tokenizer_takes_tokens_alone(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
-    with penstock.LLM(folder, config=CONFIG) as llm:
+    with penstock_serve.LLM(folder, config=CONFIG) as llm:
         [answer] = llm.generate([[1, 2, 3]], max_tokens=3, temperature=0)
 
         assert len(answer.token_ids) == 3
@@ -254,7 +255,7 @@ def test_a_model_without_a_tokenizer_takes_tokens_alone(checkpoint_of: Any) -> N
 
 
 def test_closed_it_refuses_every_call_but_another_close(folder: Path) -> None:
-    llm = penstock.LLM(folder, config=CONFIG)
+    llm = penstock_serve.LLM(folder, config=CONFIG)
     assert repr(llm) == "<LLM small on cpu: 24 blocks of 8>"
 
     llm.close()
@@ -268,7 +269,7 @@ def test_closed_it_refuses_every_call_but_another_close(folder: Path) -> None:
 
 def test_another_thread_is_refused_until_it_adopts(folder: Path) -> None:
     refused: list[BaseException] = []
-    answers: list[penstock.Completion] = []
+    answers: list[penstock_serve.Completion] = []
 
     def use() -> None:
         try:
@@ -279,7 +280,7 @@ def test_another_thread_is_refused_until_it_adopts(folder: Path) -> None:
         answers.extend(llm.generate([TEXT], max_tokens=1))
         llm.close()
 
-    llm = penstock.LLM(folder, config=CONFIG)
+    llm = penstock_serve.LLM(folder, config=CONFIG)
     thread = threading.Thread(target=use)
     thread.start()
     thread.join(600)
@@ -302,23 +303,23 @@ def test_what_takes_several_processes_is_left_to_the_server(
     path.write_text(f'version = 1\nmodel.name = "small"\ncache.blocks = 8\n{more}\n')
 
     with pytest.raises(penstock.ConfigError, match=message):
-        penstock.LLM(folder, config=path)
+        penstock_serve.LLM(folder, config=path)
 
 
 def test_arguments_of_another_kind_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="config is 3, must be a Config or a path"):
-        penstock.LLM(folder, config=3)  # type: ignore[arg-type]
+        penstock_serve.LLM(folder, config=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model is 3, must be a path or None"):
-        penstock.LLM(3)  # type: ignore[arg-type]
+        penstock_serve.LLM(3)  # type: ignore[arg-type]
     with pytest.raises(penstock.ConfigError, match="model: is 'nowhere', must be a folder"):
-        penstock.LLM("nowhere")
+        penstock_serve.LLM("nowhere")
     with pytest.raises(penstock.ConfigError, match=r"model: is 'x+.*' \(File name too long\)"):
-        penstock.LLM("x" * 5000)
+        penstock_serve.LLM("x" * 5000)
 
 
 def test_penstock_itself_needs_neither_torch_nor_a_tokenizer() -> None:
     script = (
-        "import sys, penstock; penstock.LLM\n"
+        "import sys, penstock_serve; penstock_serve.LLM\n"
         "print({'torch', 'tokenizers', 'jinja2', 'gguf'} & set(sys.modules))\n"
     )
 
@@ -329,7 +330,7 @@ def test_penstock_itself_needs_neither_torch_nor_a_tokenizer() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_paused_llm_refuses_prompts_until_it_is_resumed(llm: penstock.LLM) -> None:
+def test_a_paused_llm_refuses_prompts_until_it_is_resumed(llm: penstock_serve.LLM) -> None:
     before = llm.generate([[1, 2, 3]], max_tokens=4, temperature=0)
     llm.pause()
     llm.pause()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import penstock
+import penstock_serve
 from tests.engine.test_weights import other_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ CONFIG = penstock.parse_config(
 PROMPTS = [list(range(first, first + 37)) for first in (3, 50, 90)]
 
 
-def answers(llm: penstock.LLM, prompt: list[int]) -> tuple[int, ...]:
+def answers(llm: penstock_serve.LLM, prompt: list[int]) -> tuple[int, ...]:
     return llm.generate([prompt], max_tokens=6, temperature=0)[0].token_ids
 
 
@@ -45,7 +46,7 @@ def wanted(folders: list[Path]) -> dict[tuple[int, int], tuple[int, ...]]:
     found = {}
     for number, folder in enumerate(folders):
         for at, prompt in enumerate(PROMPTS):
-            with penstock.LLM(folder, config=CONFIG) as llm:
+            with penstock_serve.LLM(folder, config=CONFIG) as llm:
                 found[number, at] = answers(llm, prompt)
     return found
 
@@ -56,7 +57,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.llm = penstock.LLM(self.folders[0], config=CONFIG)
+        self.llm = penstock_serve.LLM(self.folders[0], config=CONFIG)
         self.weights, self.paused, self.asleep = 0, False, False
 
     @rule(prompt=st.sampled_from(range(len(PROMPTS))))
@@ -116,7 +117,7 @@ def test_every_answer_is_right_or_refused_whatever_the_order(
 
 
 def test_weights_that_sleep_take_no_memory(folders: list[Path]) -> None:
-    with penstock.LLM(folders[0], config=CONFIG) as llm:
+    with penstock_serve.LLM(folders[0], config=CONFIG) as llm:
         before = answers(llm, PROMPTS[0])
         llm.load_weights(folders[1])
         llm.load_weights(folders[0])
@@ -135,7 +136,7 @@ def test_weights_that_sleep_take_no_memory(folders: list[Path]) -> None:
 def test_sleep_waits_only_while_blocks_are_being_written(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with penstock.LLM(folders[0], config=CONFIG) as llm:
+    with penstock_serve.LLM(folders[0], config=CONFIG) as llm:
         answers(llm, PROMPTS[0])
         llm.load_weights(folders[1])
         cache = llm._engine.cache
@@ -184,7 +185,7 @@ def _resident_pages(tensors: Sequence[torch.Tensor]) -> int:
 def test_a_wrong_argument_of_sleep_changes_nothing(
     folders: list[Path], wrong: dict[str, Any], message: str
 ) -> None:
-    with penstock.LLM(folders[0], config=CONFIG) as llm:
+    with penstock_serve.LLM(folders[0], config=CONFIG) as llm:
         with pytest.raises(ValueError, match=message):
             llm.sleep(**wrong)
 

@@ -11,11 +11,11 @@ import torch
 
 from lab.bench.engine_clients import Clients, prompt
 from lab.bench.engine_model import EIGHT_B, Model
-from penstock.engine.engine import Engine
-from penstock.engine.scheduler import SchedulerSettings
 from penstock.machine import gate
 from penstock.movers.table import mover_between
 from penstock.runtime import copy_executor
+from penstock_serve.engine.engine import Engine
+from penstock_serve.engine.scheduler import SchedulerSettings
 
 if TYPE_CHECKING:
     import pytest

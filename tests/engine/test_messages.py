@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import STARTER_TOML, parse_config
-from penstock.engine import messages as ms
-from penstock.engine import remote_workers
-from penstock.engine.batch import TokenSpan
-from penstock.engine.sampling_options import Sampled, TokenSampling
-from penstock.engine.steps import Draw, Step, StepResult
 from penstock.errors import PeerError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
+from penstock_serve.engine import messages as ms
+from penstock_serve.engine import remote_workers
+from penstock_serve.engine.batch import TokenSpan
+from penstock_serve.engine.sampling_options import Sampled, TokenSampling
+from penstock_serve.engine.steps import Draw, Step, StepResult
 
 TO_INSTANCE: list[Any] = [
     ms.Submit(id="r", prompt=[1, 2], max_tokens=3, seed=-(2**63)),

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.config import parse_config
-from penstock.engine import peers
-from penstock.engine.instance import build_engine
-from penstock.engine.requests import Output, Phase, Request
-from penstock.engine.spec import InstanceSpec, PairSpec
 from penstock.errors import CapacityError
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import dial
+from penstock_serve.engine import peers
+from penstock_serve.engine.instance import build_engine
+from penstock_serve.engine.requests import Output, Phase, Request
+from penstock_serve.engine.spec import InstanceSpec, PairSpec
 from tests.engine.test_engine import SOON_S, require_right_logits
 from tests.engine.test_handoffs import CONFIG, TELLING, prompt_of
 from tests.ports import free_ports
@@ -23,7 +23,7 @@ from tests.ports import free_ports
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 
 PORT_COUNT = 16

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.engine import rank_exchange
-from penstock.engine.rank_exchange import ExchangedRanks, RankExchange
-from penstock.engine.sharding import Share
 from penstock.errors import PeerError, UnavailableError
 from penstock.testing.channel_suite import soon
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import LOOPBACK
 from penstock.transport.zmq_link import ChannelSettings
+from penstock_serve.engine import rank_exchange
+from penstock_serve.engine.rank_exchange import ExchangedRanks, RankExchange
+from penstock_serve.engine.sharding import Share
 from tests.ports import free_ports
 
 if TYPE_CHECKING:

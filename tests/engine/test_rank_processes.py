@@ -12,13 +12,13 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from penstock.config import parse_config
-from penstock.engine.instance import build_engine
-from penstock.engine.requests import Request
-from penstock.engine.sampling_options import Sampling
-from penstock.engine.spec import InstanceSpec, RankSpec, sealed
 from penstock.errors import UnavailableError
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
+from penstock_serve.engine.instance import build_engine
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.sampling_options import Sampling
+from penstock_serve.engine.spec import InstanceSpec, RankSpec, sealed
 from tests.engine.test_engine import (
     BOUND,
     SOON_S,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 CONFIG = """
 version = 1
@@ -55,7 +55,7 @@ blocks = 64
 TELLING_ITS_END = """
 import sys
 from torch import distributed
-from penstock.engine.rank_process import main
+from penstock_serve.engine.rank_process import main
 status = main(sys.argv[1])
 print(f"there is a group: {distributed.is_initialized()}, status {status}", file=sys.stderr)
 sys.exit(status)
@@ -68,7 +68,7 @@ def instance(
     *,
     ranks: int,
     blocks: int = 64,
-    program: Sequence[str] = ("-m", "penstock.engine.rank_process"),
+    program: Sequence[str] = ("-m", "penstock_serve.engine.rank_process"),
     errors: IO[str] | None = None,
 ) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
     spec = InstanceSpec(

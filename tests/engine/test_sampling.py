@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.sampling import SampledBatch, scored
-from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
+from penstock_serve.engine.sampling import SampledBatch, scored
+from penstock_serve.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.9]])
 GREEDY = TokenSampling(0.0, 1.0, 0, 0)

@@ -15,24 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.engine.batch import PREVIOUS
-from penstock.engine.engine import Engine
-from penstock.engine.requests import Answer, Output, Phase, Reason, Request
-from penstock.engine.sampling_options import Sampled, Sampling
-from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.steps import HandedCounts, Step, StepResult, StepTimes
 from penstock.errors import CapacityError
 from penstock.runtime.copy_executor import _MoverState
 from penstock.runtime.engine_steps import EngineSteps
 from penstock.runtime.rank_links import LocalLink
+from penstock_serve.engine.batch import PREVIOUS
+from penstock_serve.engine.engine import Engine
+from penstock_serve.engine.requests import Answer, Output, Phase, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled, Sampling
+from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
+from penstock_serve.engine.steps import HandedCounts, Step, StepResult, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from penstock.engine.sampling_options import TokenSampling
     from penstock.movers.base import Moved
     from penstock.transport.base import Channel
     from penstock.vocabulary.ids import OperationId
+    from penstock_serve.engine.sampling_options import TokenSampling
 
 BLOCK = 4
 VOCABULARY = 13

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.architecture import Architecture, architecture_from_config
-from penstock.engine.sharding import share_of
 from penstock.errors import ConfigError
+from penstock_serve.engine.architecture import Architecture, architecture_from_config
+from penstock_serve.engine.sharding import share_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

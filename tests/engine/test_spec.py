@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.config import STARTER_TOML, parse_config
-from penstock.engine.spec import (
+from penstock_serve.engine.spec import (
     InstanceRole,
     InstanceSpec,
     RankSpec,

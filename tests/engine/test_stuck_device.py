@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import worker as module
-from penstock.engine.batch import TokenSpan
-from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.requests import Request
-from penstock.engine.steps import Step
-from penstock.engine.worker import CpuLane, Worker
 from penstock.errors import UnavailableError
+from penstock_serve.engine import worker as module
+from penstock_serve.engine.batch import TokenSpan
+from penstock_serve.engine.engine import Engine, LocalWorkers
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.steps import Step
+from penstock_serve.engine.worker import CpuLane, Worker
 from tests.engine.test_engine import make_engine, prompt, run, tokens_of
 
 
@@ -73,7 +73,7 @@ def test_a_process_that_gives_up_ends_even_inside_a_call_that_does_not() -> None
     # `pause` stands for a call of CUDA: no Python code runs until it returns, which it does not.
     program = (
         "import ctypes\n"
-        "from penstock.engine.process_end import end_within\n"
+        "from penstock_serve.engine.process_end import end_within\n"
         "end_within(0.2)\n"
         "ctypes.CDLL(None).pause()\n"
     )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.text import AnswerText, Text, TextTooLong
 from penstock.errors import ConfigError
+from penstock_serve.engine.text import AnswerText, Text, TextTooLong
 from tests.serve.conftest import make_tokenizer
 
 TEXT = Text(make_tokenizer())

@@ -15,11 +15,11 @@ from jinja2 import TemplateError
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from penstock.engine import tokenizer
-from penstock.engine.checkpoints import find_model
-from penstock.engine.text import Text
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ConfigError, UnavailableError
+from penstock_serve.engine import tokenizer
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.text import Text
+from penstock_serve.engine.tokenizer import Tokenizer
 from tests.serve.conftest import make_tokenizer
 
 CHAT = [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": " 2 + 2?\n"}]
@@ -170,7 +170,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: str) -> N
 def test_neither_torch_nor_transformers_is_imported_for_it(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     script = (
-        "import sys\nfrom pathlib import Path\nfrom penstock.engine.text import Text\n"
+        "import sys\nfrom pathlib import Path\nfrom penstock_serve.engine.text import Text\n"
         "print(Text.of(Path(sys.argv[1])).encode('x'))\n"
         "print({'torch', 'transformers'} & set(sys.modules))\n"
     )

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import penstock
-from penstock.engine.checkpoints import RankWeights, find_model
-from penstock.engine.model import Alone, Decoder
-from penstock.engine.sharding import share_of
-from penstock.engine.weights import WeightsNotLoaded, check_weights, load_weights, version_of
+import penstock_serve
 from penstock.errors import ConfigError
+from penstock_serve.engine.checkpoints import RankWeights, find_model
+from penstock_serve.engine.model import Alone, Decoder
+from penstock_serve.engine.sharding import share_of
+from penstock_serve.engine.weights import WeightsNotLoaded, check_weights, load_weights, version_of
 from tests.engine.conftest import KINDS, make_model, telling
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def test_an_llm_answers_as_one_that_began_with_the_new_weights(
 ) -> None:
     folder, _ = checkpoint_of("llama")
     other = other_of("llama", tmp_path / "other")
-    with penstock.LLM(other, config=CONFIG) as fresh:
+    with penstock_serve.LLM(other, config=CONFIG) as fresh:
         wanted = fresh.generate(PROMPT, max_tokens=12, temperature=0)[0].token_ids
-    with penstock.LLM(folder, config=CONFIG) as llm:
+    with penstock_serve.LLM(folder, config=CONFIG) as llm:
         old = llm.generate(PROMPT, max_tokens=12, temperature=0)[0].token_ids
 
         version = llm.load_weights(other, version="step-2")
@@ -152,7 +153,7 @@ def test_an_llm_with_mixed_weights_answers_nothing(
 ) -> None:
     folder, _ = checkpoint_of("llama")
     other = other_of("llama", tmp_path / "other")
-    with penstock.LLM(folder, config=CONFIG) as llm:
+    with penstock_serve.LLM(folder, config=CONFIG) as llm:
         with monkeypatch.context() as patched:
             patched.setattr(Decoder, "load", _fail)
             with pytest.raises(penstock.UnavailableError, match="the disk is gone"):

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from lab.bench.engine_model import EIGHT_B, Model
-from penstock.engine.batch import TokenSpan, lay_out
-from penstock.engine.cuda.lane import CudaLane
-from penstock.engine.requests import Output, Reason, Request
-from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
-from penstock.engine.scheduler import SchedulerSettings
-from penstock.engine.steps import Step, StepResult
-from penstock.engine.worker import allocate_kv
+from penstock_serve.engine.batch import TokenSpan, lay_out
+from penstock_serve.engine.cuda.lane import CudaLane
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import LOGPROBS_MAX, Sampling
+from penstock_serve.engine.scheduler import SchedulerSettings
+from penstock_serve.engine.steps import Step, StepResult
+from penstock_serve.engine.worker import allocate_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.batch import BatchShape, TokenSpan, lay_out
-from penstock.engine.cuda.attention import (
+from penstock_serve.engine.batch import BatchShape, TokenSpan, lay_out
+from penstock_serve.engine.cuda.attention import (
     CHUNK,
     PART_TOKENS_MAX,
     PART_TOKENS_MIN,
@@ -21,7 +21,7 @@ from penstock.engine.cuda.attention import (
     part_count,
     tiling_within,
 )
-from penstock.engine.model import Heads, Turn
+from penstock_serve.engine.model import Heads, Turn
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.sampling_options import Sampling
+from penstock_serve.engine.sampling_options import Sampling
 from tests.gpu.test_engine import BOUNDS, asked, engines, models, prompt, run
 
 pytestmark = pytest.mark.gpu

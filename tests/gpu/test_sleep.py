@@ -15,6 +15,7 @@ for needed in ("httpx", "uvicorn", "starlette", "transformers"):
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import penstock  # noqa: E402
+import penstock_serve  # noqa: E402
 from tests.serve.conftest import make_tokenizer, serving  # noqa: E402
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def llm(model: Path) -> Iterator[penstock.LLM]:
-    with penstock.LLM(model, config=CONFIG) as made:
+def llm(model: Path) -> Iterator[penstock_serve.LLM]:
+    with penstock_serve.LLM(model, config=CONFIG) as made:
         yield made
 
 
-def answers(llm: penstock.LLM) -> list[tuple[int, ...]]:
+def answers(llm: penstock_serve.LLM) -> list[tuple[int, ...]]:
     found = llm.generate(PROMPTS, max_tokens=20, temperature=0)
     return [each.token_ids for each in found]
 
@@ -75,7 +76,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def test_the_memory_of_the_kv_is_free_while_an_engine_sleeps(llm: penstock.LLM) -> None:
+def test_the_memory_of_the_kv_is_free_while_an_engine_sleeps(llm: penstock_serve.LLM) -> None:
     before = answers(llm)
     awake = free_bytes()
 
@@ -92,7 +93,7 @@ def test_the_memory_of_the_kv_is_free_while_an_engine_sleeps(llm: penstock.LLM) 
     assert llm.statistics().blocks_corrupt == 0
 
 
-def test_weights_and_host_memory_go_as_well(llm: penstock.LLM) -> None:
+def test_weights_and_host_memory_go_as_well(llm: penstock_serve.LLM) -> None:
     before = answers(llm)
     awake = free_bytes()
     worker = llm._engine.workers.worker  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def test_weights_and_host_memory_go_as_well(llm: penstock.LLM) -> None:
     assert llm.statistics().blocks_corrupt == 0
 
 
-def test_an_engine_sleeps_on_while_others_have_its_memory(llm: penstock.LLM) -> None:
+def test_an_engine_sleeps_on_while_others_have_its_memory(llm: penstock_serve.LLM) -> None:
     before = answers(llm)
     llm.sleep(level=2, host=True)
     taken = torch.empty(free_bytes() - 64 * MIB, dtype=torch.uint8, device="cuda")
@@ -130,13 +131,13 @@ def test_an_engine_sleeps_on_while_others_have_its_memory(llm: penstock.LLM) -> 
 
 
 def test_a_closed_engine_leaves_no_memory_behind(model: Path) -> None:
-    with penstock.LLM(model, config=CONFIG) as first:
+    with penstock_serve.LLM(model, config=CONFIG) as first:
         answers(first)
     del first
     before = free_bytes()
 
     for asleep in (False, True):
-        with penstock.LLM(model, config=CONFIG) as llm:
+        with penstock_serve.LLM(model, config=CONFIG) as llm:
             answers(llm)
             if asleep:
                 llm.sleep(level=2, host=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.loadtest.exchange import LoadTarget
-from penstock.serve.vllm_server import ServerUrl
+from penstock_serve.loadtest.exchange import LoadTarget
+from penstock_serve.server.vllm_server import ServerUrl
 from tests.serve.vllm_servers import FakeVllm
 
 if TYPE_CHECKING:

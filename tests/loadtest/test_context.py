@@ -11,14 +11,14 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError
-from penstock.loadtest.context import TokenCounts, count_tokens, fit_profile
-from penstock.loadtest.workloads import PROFILES
+from penstock_serve.loadtest.context import TokenCounts, count_tokens, fit_profile
+from penstock_serve.loadtest.workloads import PROFILES
 from tests.loadtest.conftest import USAGE, WHOLE, event
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.loadtest.exchange import LoadTarget
+    from penstock_serve.loadtest.exchange import LoadTarget
     from tests.serve.vllm_servers import Conversation, FakeVllm
 
 LETTERS_MAX = 8

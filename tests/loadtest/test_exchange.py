@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.loadtest.exchange import RETRY_AFTER_MAX_S
-from penstock.loadtest.workloads import ChatMessage
+from penstock_serve.loadtest.exchange import RETRY_AFTER_MAX_S
+from penstock_serve.loadtest.workloads import ChatMessage
 from tests.loadtest.conftest import USAGE, WHOLE, chunk, event, target_at
 from tests.serve.vllm_servers import drop, fail, hang
 
 if TYPE_CHECKING:
-    from penstock.loadtest.exchange import LoadTarget, StreamedAnswer
+    from penstock_serve.loadtest.exchange import LoadTarget, StreamedAnswer
     from tests.serve.vllm_servers import Behaviour, Conversation, FakeVllm
 
 HISTORY = [ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="why?")]

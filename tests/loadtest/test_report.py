@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.loadtest.exchange import Failure, StreamedAnswer, StreamUsage
-from penstock.loadtest.page import load_page
-from penstock.loadtest.report import LoadContext, describe_runs, load_report, read_report
-from penstock.loadtest.runner import SentRequest
+from penstock_serve.loadtest.exchange import Failure, StreamedAnswer, StreamUsage
+from penstock_serve.loadtest.page import load_page
+from penstock_serve.loadtest.report import LoadContext, describe_runs, load_report, read_report
+from penstock_serve.loadtest.runner import SentRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.loadtest.report import LoadReport
+    from penstock_serve.loadtest.report import LoadReport
 
 
 def usage(prompt: int, output: int, cached: int | None) -> StreamUsage:

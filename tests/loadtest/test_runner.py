@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.loadtest import runner
-from penstock.loadtest.runner import LoadRun
-from penstock.loadtest.workloads import ChatMessage, ScriptSession, ScriptTurn
+from penstock_serve.loadtest import runner
+from penstock_serve.loadtest.runner import LoadRun
+from penstock_serve.loadtest.workloads import ChatMessage, ScriptSession, ScriptTurn
 from tests.loadtest.conftest import answer_whole, target_at
 from tests.serve.conftest import SOON_S
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from penstock.loadtest.exchange import LoadTarget
+    from penstock_serve.loadtest.exchange import LoadTarget
     from tests.serve.vllm_servers import Conversation, FakeVllm
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.loadtest.workloads import PROFILES, WORDS, TraceSettings, from_trace, generate
+from penstock_serve.loadtest.workloads import PROFILES, WORDS, TraceSettings, from_trace, generate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.loadtest.workloads import ScriptSession
+    from penstock_serve.loadtest.workloads import ScriptSession
 
 
 def prompts(sessions: list[ScriptSession]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 import httpx
 import pytest
 
-import penstock
+import penstock_serve
 from penstock.transport.machine_keys import MachineKeys
 from tests.machines.machines import Network, why_no_machines
 from tests.serve.conftest import ONE_EACH, READY_S, SOON_S, make_checkpoint
@@ -143,7 +143,7 @@ class Reference:
     """The right answers: one engine in this process, without any network."""
 
     def __init__(self, model: Path) -> None:
-        self._llm = penstock.LLM(model)
+        self._llm = penstock_serve.LLM(model)
 
     def text(self, prompt: str) -> str:
         [answer] = self._llm.generate([prompt], max_tokens=MODEL_TOKENS, temperature=0)

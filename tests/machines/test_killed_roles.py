@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.machines.machines import Machine
 
 ROLES = ("router", "prefill", "decode")
-PARTS = {"instance": "penstock.engine.instance", "relay": "penstock.relay"}
+PARTS = {"instance": "penstock_serve.engine.instance", "relay": "penstock.relay"}
 """Processes of an instance, by the module that they run."""
 VICTIMS = (*ROLES, *(f"{role} {part}" for role in ROLES[1:] for part in PARTS))
 STORY = "What was computed on one machine is answered on the other, or it is computed again. " * 3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.observe.engine_pages import PageError, PageTier, TimeBuckets, read_page
-from penstock.observe.metrics import ServerMetrics
+from penstock_serve.observe.engine_pages import PageError, PageTier, TimeBuckets, read_page
+from penstock_serve.observe.metrics import ServerMetrics
 
 PAGES = Path(__file__).parent / "pages"
 SGLANG = (PAGES / "sglang.txt").read_text(encoding="utf-8")

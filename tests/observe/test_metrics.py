@@ -18,10 +18,10 @@ from penstock.machine.statistics import (
     StoreStatistics,
     TierStatistics,
 )
-from penstock.observe.metrics import COUNTER, METRICS, ServerMetrics
-from penstock.observe.router_metrics import RouterMetrics
-from penstock.observe.statistics import InstanceStatistics
-from penstock.observe.traffic import PHASES
+from penstock_serve.observe.metrics import COUNTER, METRICS, ServerMetrics
+from penstock_serve.observe.router_metrics import RouterMetrics
+from penstock_serve.observe.statistics import InstanceStatistics
+from penstock_serve.observe.traffic import PHASES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 NO_METRIC = {

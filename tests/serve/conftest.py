@@ -118,9 +118,9 @@ class Running:
         found: dict[str, int] = {}
         for pid in descendants(self.process.pid):
             line = command(pid)
-            if "penstock.engine.instance" in line:
+            if "penstock_serve.engine.instance" in line:
                 found["instance"] = pid
-            elif "penstock.engine.rank_process" in line:
+            elif "penstock_serve.engine.rank_process" in line:
                 rank = line.rpartition("-rank-")[2].partition(".")[0]
                 found[f"rank-{rank}"] = pid
         return found

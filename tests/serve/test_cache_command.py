@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cli.app import run
-from penstock.cli.cache import story_lines
-from penstock.engine.named_pins import PINS_MAX
+from penstock_serve.cli.cache import story_lines
+from penstock_serve.engine.named_pins import PINS_MAX
 from tests.serve.conftest import eventually
 from tests.serve.vllm_servers import answering
 

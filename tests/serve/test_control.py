@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.engine import messages as ms
-from penstock.serve.admin_requests import (
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.admin_requests import (
     DrainRequest,
     WeightsRequest,
     read_empty,
     read_pause,
     read_weights,
 )
-from penstock.serve.control import Control
-from penstock.serve.fields import BadRequest
-from penstock.serve.instance_link import InstanceLost, RequestRefusal
-from penstock.serve.request_gate import PauseSettings, RequestGate, ServerState
-from penstock.serve.router import Router
+from penstock_serve.server.control import Control
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
+from penstock_serve.server.request_gate import PauseSettings, RequestGate, ServerState
+from penstock_serve.server.router import Router
 from tests.serve.test_router import Instance, answered, settled, submit
 
 if TYPE_CHECKING:

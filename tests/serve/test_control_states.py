@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine import messages as ms
-from penstock.serve.admin_requests import DrainRequest, SleepRequest, WeightsRequest
-from penstock.serve.control import Control
-from penstock.serve.fields import BadRequest
-from penstock.serve.instance_link import InstanceLost, RequestRefusal
-from penstock.serve.request_gate import PauseSettings, RequestGate, ServerState
-from penstock.serve.router import Router
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.admin_requests import DrainRequest, SleepRequest, WeightsRequest
+from penstock_serve.server.control import Control
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
+from penstock_serve.server.request_gate import PauseSettings, RequestGate, ServerState
+from penstock_serve.server.router import Router
 from tests.serve.test_router import Instance, settled, submit
 
 NAMES = ("one", "two")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cli.app import run
-from penstock.serve import dashboard
-from penstock.serve.dashboard import MetricsWatch
-from penstock.serve.vllm_server import ServerUrl
+from penstock_serve.server import dashboard
+from penstock_serve.server.dashboard import MetricsWatch
+from penstock_serve.server.vllm_server import ServerUrl
 from tests.serve import browser
 from tests.serve.conftest import SOON_S
 
@@ -193,7 +193,7 @@ def test_a_server_that_comes_back_is_logged_as_its_going_was(
     vllm: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "SCRAPE_S", SOON_S)
-    caplog.set_level("INFO", logger=dashboard.__name__)
+    caplog.set_level("INFO", logger=dashboard.logger.name)
 
     async def look() -> None:
         watch = watch_of(vllm.url)

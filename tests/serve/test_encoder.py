@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.text import Text
-from penstock.serve import text_endpoint as module
-from penstock.serve.fields import BadRequest
-from penstock.serve.text_endpoint import LONG_CHARACTERS, Encoder
+from penstock_serve.engine.text import Text
+from penstock_serve.server import text_endpoint as module
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.text_endpoint import LONG_CHARACTERS, Encoder
 
 LONG = "x" * (LONG_CHARACTERS + 1)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from penstock.observe.metrics import ServerMetrics
-from penstock.serve import app
-from penstock.serve.router import Router
+from penstock_serve.observe.metrics import ServerMetrics
+from penstock_serve.server import app
+from penstock_serve.server.router import Router
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

@@ -15,12 +15,12 @@ import zmq
 
 from penstock.config import parse_config
 from penstock.config.routing import EventsTable
-from penstock.engine import messages as ms
 from penstock.errors import ConfigError, UnavailableError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored, chains_of
-from penstock.serve import event_publisher
-from penstock.serve.event_publisher import CachedTokens, EventPublisher, InstanceStream
-from penstock.serve.plan import ServeOptions, settle
+from penstock_serve.engine import messages as ms
+from penstock_serve.server import event_publisher
+from penstock_serve.server.event_publisher import CachedTokens, EventPublisher, InstanceStream
+from penstock_serve.server.plan import ServeOptions, settle
 from tests.runtime.conftest import Engine, configure
 from tests.serve.conftest import eventually, pids_of, serving
 from tests.serve.subscriber import SNAPSHOT, Subscriber

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from penstock.cli.app import run
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
-from penstock.observe.metrics import ServerMetrics
-from penstock.serve.app import Server, ServerSettings
-from penstock.serve.guard import Guard, find_key
-from penstock.serve.openai_requests import BadRequest
-from penstock.serve.router import Router
 from penstock.transport.machine_keys import is_loopback
+from penstock_serve.observe.metrics import ServerMetrics
+from penstock_serve.server.app import Server, ServerSettings
+from penstock_serve.server.guard import Guard, find_key
+from penstock_serve.server.openai_requests import BadRequest
+from penstock_serve.server.router import Router
 from tests.serve.vllm_servers import fake_vllm, running
 
 if TYPE_CHECKING:

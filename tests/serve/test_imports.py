@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 
-COMMANDS = ("app", "serve", "router", "store", "status", "cache", "top", "dashboard", "plan")
+SERVER_COMMANDS = ("serve", "router", "status", "cache", "top", "dashboard")
 COMPUTE_NOTHING = (
-    *(f"penstock.cli.{name}" for name in COMMANDS),
-    "penstock.serve.plan",
-    "penstock.serve.service",
-    "penstock.serve.vllm_app",
-    "penstock.engine.instance",
+    *(f"penstock.cli.{name}" for name in ("app", "store", "plan")),
+    *(f"penstock_serve.cli.{name}" for name in SERVER_COMMANDS),
+    "penstock_serve.server.plan",
+    "penstock_serve.server.service",
+    "penstock_serve.server.vllm_app",
+    "penstock_serve.engine.instance",
     "penstock.relay.__main__",
     "penstock.store.__main__",
     "penstock.supervisor.__main__",

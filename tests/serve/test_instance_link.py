@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.engine import messages as ms
-from penstock.serve.app import ask_instances
-from penstock.serve.instance_link import InstanceLink, InstanceLost
 from penstock.transport.base import BacklogError, Empty, Received, ReceivedFrame
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.app import ask_instances
+from penstock_serve.server.instance_link import InstanceLink, InstanceLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,11 +19,11 @@ import pytest
 from starlette.requests import Request
 
 from penstock.cache.explain import MissReason
-from penstock.observe.miss_reasons import MISS_ADVICE
-from penstock.serve import dashboard
-from penstock.serve.fields import BadRequest
-from penstock.serve.guard import Guard
-from penstock.serve.live_feed import VIEWERS_MAX, LiveFeed
+from penstock_serve.observe.miss_reasons import MISS_ADVICE
+from penstock_serve.server import dashboard
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.guard import Guard
+from penstock_serve.server.live_feed import VIEWERS_MAX, LiveFeed
 from tests.serve import browser
 from tests.serve.conftest import SOON_S, eventually, pids_of, serving
 from tests.serve.vllm_servers import LONG, FakeVllm, RunningRouter, running

@@ -135,7 +135,9 @@ def last_word_of_an_answer(running: Running, *, killing: int) -> str:
 
 
 def killed_server_leaves_nothing(running: Running, *, processes: int) -> None:
-    pids = [pid for pid in descendants(running.process.pid) if "penstock.engine" in command(pid)]
+    pids = [
+        pid for pid in descendants(running.process.pid) if "penstock_serve.engine" in command(pid)
+    ]
     assert len(pids) == processes
     watched = [os.pidfd_open(pid) for pid in pids]
 

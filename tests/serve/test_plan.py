@@ -15,14 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli.app import PENSTOCK, run
-from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
 from penstock.config.values import ServeTable
-from penstock.engine.checkpoints import find_model
-from penstock.engine.defaults import handoff_settings
 from penstock.errors import ConfigError
-from penstock.serve.plan import ServeOptions, instances_of, settle
-from penstock.serve.server_socket import listen
+from penstock_serve.cli.serve import serve
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.defaults import handoff_settings
+from penstock_serve.server.plan import ServeOptions, instances_of, settle
+from penstock_serve.server.server_socket import listen
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec

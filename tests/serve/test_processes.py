@@ -12,18 +12,18 @@ import msgspec
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.serve import processes
-from penstock.serve.processes import WAIT_VARIABLES, Processes, processes_of
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.spec import OnFailure
+from penstock_serve.server import processes
+from penstock_serve.server.processes import WAIT_VARIABLES, Processes, processes_of
 from tests.engine.test_spec import SPEC
 from tests.serve.conftest import READY_S, STATE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.engine.spec import InstanceSpec
     from penstock.errors import PenstockError
+    from penstock_serve.engine.spec import InstanceSpec
 
 TWO_RANKS = msgspec.structs.replace(SPEC, ranks=2)
 

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.engine import messages as ms
-from penstock.serve.admin_requests import (
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.admin_requests import (
     DrainRequest,
     RoleRequest,
     SleepRequest,
     WeightsRequest,
     read_role,
 )
-from penstock.serve.control import Control
-from penstock.serve.fields import BadRequest
+from penstock_serve.server.control import Control
+from penstock_serve.server.fields import BadRequest
 from tests.serve.test_router import settled
 from tests.serve.test_router_pairs import asked, given_up, instance_of, played, sent
 
 if TYPE_CHECKING:
-    from penstock.serve.router import Router
+    from penstock_serve.server.router import Router
     from tests.serve.test_router import Instance
 
 
@@ -161,7 +161,7 @@ def test_a_role_changes_only_after_a_load_of_weights() -> None:
 def test_a_role_is_refused_where_a_load_of_weights_does_not_end_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.serve.control.TURN_S_MIN", 0.01)
+    monkeypatch.setattr("penstock_serve.server.control.TURN_S_MIN", 0.01)
 
     async def play(router: Router, *instances: Instance) -> None:
         control = Control(router)

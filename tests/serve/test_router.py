@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.config import parse_config
-from penstock.engine import messages as ms
 from penstock.machine.kv_events import AllCleared, BlocksStored
-from penstock.serve.instance_link import InstanceLink, InstanceLost, RequestRefusal
-from penstock.serve.router import Router
 from penstock.transport.base import ReceivedFrame
 from penstock.transport.inproc import InprocChannel, channel_pair
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
+from penstock_serve.server.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

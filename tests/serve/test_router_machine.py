@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.engine import messages as ms
-from penstock.serve.instance_link import InstanceLost
-from penstock.serve.router import PREFILLS_MAX, Router
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.instance_link import InstanceLost
+from penstock_serve.server.router import PREFILLS_MAX, Router
 from tests.serve.test_router import CONFIG, answered, settled, submit
 from tests.serve.test_router_pairs import instance_of
 

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.config import parse_config
 from penstock.config.routing import RoutingTable
-from penstock.engine import messages as ms
-from penstock.engine.spec import EngineSpec
-from penstock.serve.instance_link import InstanceLost
-from penstock.serve.router import Router
+from penstock_serve.engine import messages as ms
+from penstock_serve.engine.spec import EngineSpec
+from penstock_serve.server.instance_link import InstanceLost
+from penstock_serve.server.router import Router
 from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.errors import ConfigError, UnavailableError
-from penstock.serve.plan import ServeOptions, instances_of, serves_http, settle
-from penstock.serve.processes import processes_of
 from penstock.transport.machine_keys import MachineKeys
+from penstock_serve.server.plan import ServeOptions, instances_of, serves_http, settle
+from penstock_serve.server.processes import processes_of
 
 if TYPE_CHECKING:
     from pathlib import Path

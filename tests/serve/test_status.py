@@ -22,10 +22,10 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.app import run
-from penstock.cli.status import describe_live, seconds_text
-from penstock.cli.top import TopView, can_draw, draw, sparkline
 from penstock.errors import UnavailableError
-from penstock.serve.server_socket import address_of, listen
+from penstock_serve.cli.status import describe_live, seconds_text
+from penstock_serve.cli.top import TopView, can_draw, draw, sparkline
+from penstock_serve.server.server_socket import address_of, listen
 from tests.serve.conftest import SOON_S, eventually
 from tests.serve.vllm_servers import FakeVllm, RunningRouter, answering, running
 

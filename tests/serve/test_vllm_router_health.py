@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.serve import vllm_server
+from penstock_serve.server import vllm_server
 from tests.serve.conftest import SOON_S, eventually
 from tests.serve.vllm_servers import LONG, FakeVllm, hang, running, starting, whole_of
 

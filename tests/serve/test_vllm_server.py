@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.serve import vllm_server
-from penstock.serve.vllm_server import MISSES_MAX, ServerUrl, VllmServer, within
+from penstock_serve.server import vllm_server
+from penstock_serve.server.vllm_server import MISSES_MAX, ServerUrl, VllmServer, within
 from tests.serve.conftest import SOON_S
 from tests.serve.vllm_servers import FakeVllm, fake_vllm
 

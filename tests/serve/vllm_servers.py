@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from penstock.config.addresses import UNIX
-from penstock.observe.router_metrics import RouterMetrics
-from penstock.serve.access_log import AccessLog
-from penstock.serve.guard import Guard
-from penstock.serve.http import HttpServer
-from penstock.serve.server_socket import address_of, listen
-from penstock.serve.vllm_app import RouterApp
-from penstock.serve.vllm_router import VllmRouter
-from penstock.serve.vllm_server import read_urls
+from penstock_serve.observe.router_metrics import RouterMetrics
+from penstock_serve.server.access_log import AccessLog
+from penstock_serve.server.guard import Guard
+from penstock_serve.server.http import HttpServer
+from penstock_serve.server.server_socket import address_of, listen
+from penstock_serve.server.vllm_app import RouterApp
+from penstock_serve.server.vllm_router import VllmRouter
+from penstock_serve.server.vllm_server import read_urls
 from tests.serve.conftest import ONE_EACH, SOON_S, eventually
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from penstock.supervisor.client import Supervisor
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (ROOT / "src" / "penstock", ROOT / "server" / "src" / "penstock_serve")
 
 SUPERVISOR = "supervisor/"
 OTHERS = {
-    "bench/": "starts what it measures against: peers, and designs that need a second process",
     "demo/": "starts the server that it shows, as its user would",
     "doctor/facts.py": "asks the C compiler for its version, in a command that then ends",
     "movers/c_compiler.py": "asks the C compiler, once, and waits for it: nothing lives on",
@@ -58,7 +58,11 @@ def _is_banned(module: str) -> bool:
 
 
 def test_only_the_supervisor_starts_processes() -> None:
-    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    sources = {
+        str(path.relative_to(package)): path.read_text()
+        for package in PACKAGES
+        for path in package.rglob("*.py")
+    }
 
     found = {name: [*ways_to_start_a_process(source)] for name, source in sources.items()}
 

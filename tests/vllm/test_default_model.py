@@ -2,7 +2,7 @@
 
 Here, because this environment has the model; no engine of vLLM is started. `smollm2.py` expands
 the file for vLLM with code of its own, and `transformers` computes: nothing of what is compared
-with comes from `penstock.engine`.
+with comes from `penstock_serve.engine`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from transformers import LlamaForCausalLM
 
 from penstock.config import parse_config
-from penstock.demo.chats import MUSEUM
-from penstock.demo.exactness import BOUND
-from penstock.engine.batch import TokenSpan, on_device
-from penstock.engine.checkpoints import find_model
-from penstock.engine.gguf_file import GgufFile
-from penstock.engine.instance import build_engine
-from penstock.engine.requests import Output, Reason, Request
-from penstock.engine.sampling_options import LOGPROBS_MAX, Sampled, Sampling
-from penstock.engine.spec import InstanceSpec
-from penstock.engine.text import Text
+from penstock_serve.demo.chats import MUSEUM
+from penstock_serve.demo.exactness import BOUND
+from penstock_serve.engine.batch import TokenSpan, on_device
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.gguf_file import GgufFile
+from penstock_serve.engine.instance import build_engine
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import LOGPROBS_MAX, Sampled, Sampling
+from penstock_serve.engine.spec import InstanceSpec
+from penstock_serve.engine.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from penstock.engine.architecture import Architecture
-    from penstock.engine.engine import Engine
+    from penstock_serve.engine.architecture import Architecture
+    from penstock_serve.engine.engine import Engine
 
 pytestmark = pytest.mark.vllm
 

@@ -12,9 +12,9 @@ import zmq.asyncio
 
 from penstock.config import parse_config
 from penstock.config.routing import EventsTable
-from penstock.engine import messages as ms
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
-from penstock.serve.event_publisher import CachedTokens, InstanceStream
+from penstock_serve.engine import messages as ms
+from penstock_serve.server.event_publisher import CachedTokens, InstanceStream
 
 # What vLLM's own imports warn of is not ours.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

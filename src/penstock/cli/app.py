@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +29,13 @@ from typer.main import get_command
 from penstock import __version__
 from penstock.cli.conventions import ExitStatus
 from penstock.cli.entry import INTERRUPTED
-from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
+from penstock.errors import (
+    CapacityError,
+    InvariantViolation,
+    PenstockError,
+    UnavailableError,
+    server_install_hint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +51,8 @@ class Command:
 
     module: str
     """A module of the package that holds the commands."""
+    package: str = ""
+    """The package, if it is another one than the program's."""
     function: str = ""
     """The command in it; empty: the module has several, in a Typer called `commands`."""
     help: str
@@ -57,39 +66,47 @@ def _in_a_clone(target: str, words: str) -> str:
     )
 
 
+SERVER = "penstock_serve.cli"
+
 COMMANDS = {
     "serve": Command(
         module="serve",
+        package=SERVER,
         function="serve",
         help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
         panel=RUN,
     ),
     "router": Command(
         module="router",
+        package=SERVER,
         function="route",
         help="Route requests to vLLM servers: one computes the prompt, another one answers.",
         panel=RUN,
     ),
     "status": Command(
         module="status",
+        package=SERVER,
         function="show_status",
         help="Say how a running server is: its health, requests, tiers and misses.",
         panel=RUN,
     ),
     "top": Command(
         module="top",
+        package=SERVER,
         function="show_top",
         help="Watch a running server in the terminal.",
         panel=RUN,
     ),
     "dashboard": Command(
         module="dashboard",
+        package=SERVER,
         function="show_dashboard",
         help="Serve the live page for vLLM and SGLang servers, from their metrics.",
         panel=RUN,
     ),
     "cache": Command(
         module="cache",
+        package=SERVER,
         help="Clear or pin what a running server has cached, or tell the story of a request.",
         panel=RUN,
     ),
@@ -105,6 +122,7 @@ COMMANDS = {
     ),
     "demo": Command(
         module="demo",
+        package=SERVER,
         function="show_demo",
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
@@ -117,12 +135,14 @@ COMMANDS = {
     ),
     "load": Command(
         module="load",
+        package=SERVER,
         function="load",
         help="Ask a server with OpenAI's API as many users would, and measure its answers.",
         panel=PROVE,
     ),
     "load-compare": Command(
         module="load",
+        package=SERVER,
         function="compare_loads",
         help="Lay runs of `penstock load` side by side; others are compared with the first one.",
         panel=PROVE,
@@ -194,7 +214,7 @@ class CommandLine:
             if name != named:
                 app.command(name, help=row.help, rich_help_panel=row.panel)(_only_listed)
                 continue
-            module = import_module(f"{self.package}.{row.module}")
+            module = import_module(f"{row.package or self.package}.{row.module}")
             if row.function:
                 app.command(name, rich_help_panel=row.panel)(getattr(module, row.function))
             else:
@@ -219,6 +239,13 @@ class CommandLine:
             return ExitStatus.CANNOT_RUN_HERE
         return status
 
+    def _require_package(self, arguments: Sequence[str]) -> None:
+        """Raises `UnavailableError` if the command is in a wheel that is not installed."""
+        named = next((word for word in arguments if not word.startswith("-")), "")
+        row = self.commands.get(named)
+        if row is not None and row.package and find_spec(row.package.partition(".")[0]) is None:
+            raise UnavailableError(f"{named} is part of penstock-serve: {server_install_hint()}")
+
     def _run(self, arguments: Sequence[str] | None) -> int:
         given = sys.argv[1:] if arguments is None else list(arguments)
         for words, where in self.elsewhere.items():
@@ -226,6 +253,7 @@ class CommandLine:
                 print(f"{self.name}: {' '.join(words)} {where}", file=sys.stderr)
                 return ExitStatus.CANNOT_RUN_HERE
         try:
+            self._require_package(given)
             # As a command rather than as an app: typer leaves `sys.excepthook` alone.
             command = get_command(self.app_for(given))
             _show_flags_as_flags(command)
@@ -289,7 +317,7 @@ def _only_listed() -> None:
     """Stands in the list of commands for one that is not going to run."""
 
 
-PACKAGES = ("penstock", "numpy", "msgspec", "xxhash", "pyzmq", "torch")
+PACKAGES = ("penstock", "penstock-serve", "numpy", "msgspec", "xxhash", "pyzmq", "torch")
 
 
 def show_versions() -> None:

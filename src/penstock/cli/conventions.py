@@ -24,6 +24,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from penstock.cli.entry import INTERRUPTED as INTERRUPTED  # noqa: PLC0414 - on purpose
+
 SEED_MAX = 2**63 - 1
 
 

@@ -19,24 +19,71 @@ file names there.
 
 from __future__ import annotations
 
-from penstock.config.keys import Gib, Number, String, TierOption, Whole
-from penstock.config.schema import STARTER_TOML, VERSION
+from penstock.cache.settings import CacheSettings, TierSettings
+from penstock.config.addresses import PORT_MAX, UNIX, port_range, require_address, require_socket
+from penstock.config.keys import Gib, Number, String, TierOption, Value, Whole
+from penstock.config.routing import EventsTable, RoutingTable
+from penstock.config.schema import LOG_LEVELS, STARTER_TOML, VERSION
 from penstock.config.toml import load_completed, load_config, parse_config
-from penstock.config.values import TIER_KINDS, Config, ModelSettings, TierKind
+from penstock.config.values import (
+    AUTO,
+    BLOCKS_MAX,
+    DEVICE_NAME,
+    KEY_VARIABLE,
+    LOOPBACK,
+    NIXL,
+    SHARED_KINDS,
+    SHARED_MEMORY,
+    STORED_KINDS,
+    TIER_KINDS,
+    UNSIZED_BLOCKS,
+    Config,
+    EngineTable,
+    HandoffTable,
+    ModelSettings,
+    ServeTable,
+    TierKind,
+    rank_range,
+)
 
 __all__ = [
+    "AUTO",
+    "BLOCKS_MAX",
+    "DEVICE_NAME",
+    "KEY_VARIABLE",
+    "LOG_LEVELS",
+    "LOOPBACK",
+    "NIXL",
+    "PORT_MAX",
+    "SHARED_KINDS",
+    "SHARED_MEMORY",
     "STARTER_TOML",
+    "STORED_KINDS",
     "TIER_KINDS",
+    "UNIX",
+    "UNSIZED_BLOCKS",
     "VERSION",
+    "CacheSettings",
     "Config",
+    "EngineTable",
+    "EventsTable",
     "Gib",
+    "HandoffTable",
     "ModelSettings",
     "Number",
+    "RoutingTable",
+    "ServeTable",
     "String",
     "TierKind",
     "TierOption",
+    "TierSettings",
+    "Value",
     "Whole",
     "load_completed",
     "load_config",
     "parse_config",
+    "port_range",
+    "rank_range",
+    "require_address",
+    "require_socket",
 ]

@@ -34,7 +34,8 @@ from penstock.config.shared_stores import (
 )
 from penstock.config.values import EngineTable, ServeTable, rank_range
 from penstock.connectors.vllm.versions import TESTED, is_tested
-from penstock.errors import counted, install_hint
+from penstock.doctor.facts import SERVER_EXTRAS
+from penstock.errors import counted, install_hint, server_install_hint
 from penstock.tiers.linux_memory import (
     Pages,
     gib,
@@ -486,8 +487,7 @@ def _event_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
 def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
     """Whether what the configuration asks for is installed."""
     for extra, why in _wanted_extras(facts):
-        # The demo serves a model: its extra is the least that a server needs.
-        names = facts.packages_of("demo" if extra == "engine,serve" else extra)
+        names = facts.packages_of(extra)
         missing = [name for name in names if facts.package(name) is None]
         if any(facts.package(name) is not None for name in EQUIVALENTS.get(extra, ())):
             continue
@@ -495,7 +495,7 @@ def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
             yield _problem(
                 "packages",
                 f"{', '.join(missing)} not installed, and {why}",
-                install_hint(extra),
+                server_install_hint(extra) if extra in SERVER_EXTRAS else install_hint(extra),
             )
 
 
@@ -506,7 +506,7 @@ def _wanted_extras(facts: MachineFacts) -> Iterator[tuple[str, str]]:
         return
     serve, engine, handoff = config.serve, config.engine, config.handoff
     if serve is not None or engine is not None:
-        yield "engine,serve", "the file is that of a server"
+        yield "engine", "the file is that of a server"
     if serve is not None and serve.tracing:
         yield "otel", "serve.tracing is true"
     if handoff is not None and handoff.transport == "nixl":

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
 """Classes of PCI devices that are GPUs, with or without a screen."""
+SERVER = "penstock-serve"
+SERVER_EXTRAS = frozenset({"engine", "otel", "transformers"})
+"""Extras of the server's wheel; the others are of `penstock`."""
 COMPILER_S = 10.0
 REACH_S = 2.0
 DISK_BYTES = 64 << 20
@@ -96,11 +99,15 @@ def package_version(name: str) -> str | None:
 
 
 def packages_of(extra: str) -> list[str]:
-    """The distributions that an extra of Penstock brings; none where it is not installed."""
+    """The distributions that an extra of Penstock brings; none where it is not installed.
+
+    An extra of the server brings the server.
+    """
+    wheel = SERVER if extra in SERVER_EXTRAS else "penstock"
     try:
-        wanted = requires("penstock") or []
+        wanted = requires(wheel) or []
     except PackageNotFoundError:
-        return []
+        return [SERVER] if wheel == SERVER else []
     ends = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     found = (re.match(r"[\w.-]+", each) for each in wanted if ends.search(each))
     return [each[0] for each in found if each]

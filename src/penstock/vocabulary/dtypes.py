@@ -28,6 +28,7 @@ class DType(Enum):
 
     @property
     def itemsize(self) -> int:
+        """How many bytes one number takes."""
         return _ITEMSIZES[self]
 
     @classmethod

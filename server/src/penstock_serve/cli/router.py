@@ -1,0 +1,120 @@
+"""`penstock router`: a router in front of vLLM servers that hand prompts over."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from penstock.errors import UnavailableError, counted, server_install_hint
+from penstock.toolkit import set_up_logs
+from penstock_serve.cli.serve import (
+    AllowedHostsOption,
+    ApiKeyFileOption,
+    ApiKeyOption,
+    DrainOption,
+    HostOption,
+    LogJsonOption,
+    LogLevelOption,
+    PortOption,
+    api_at,
+    serve_table,
+    server_url,
+    warn_of_openness,
+)
+
+if TYPE_CHECKING:
+    from penstock_serve.server.vllm_router import VllmRouter
+
+NEEDED = ("starlette", "uvicorn", "h11", "prometheus_client")
+
+VllmPrefillOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="A vLLM server that computes prompts, such as http://127.0.0.1:8100; as often as "
+        "there are servers. Without one, decode servers compute them.",
+    ),
+]
+VllmDecodeOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="URL", help="A vLLM server that answers; as often as there are servers."),
+]
+SilenceOption: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        "--timeout-s", metavar="S", min=1, help="How long a server may be silent in an answer."
+    ),
+]
+
+
+def route(  # noqa: PLR0913 - as many options as there are settings
+    *,
+    vllm_prefill: VllmPrefillOption = None,
+    vllm_decode: VllmDecodeOption = None,
+    timeout_s: SilenceOption = 600.0,
+    host: HostOption = None,
+    port: PortOption = None,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    allowed_hosts: AllowedHostsOption = None,
+    drain_s: DrainOption = None,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = None,
+) -> None:
+    """Route requests to vLLM servers: one computes the prompt, another one answers.
+
+    The servers are `vllm serve` with the flags of `penstock vllm-config --role`. They may start and
+    end at any time.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint()}")
+    from penstock_serve.server.guard import (  # noqa: PLC0415  (needs the extras)
+        find_key,
+        read_hosts,
+        require_usable_options,
+    )
+    from penstock_serve.server.server_socket import address_of, listen  # noqa: PLC0415
+    from penstock_serve.server.vllm_server import read_urls  # noqa: PLC0415
+
+    prefill, decode = read_urls(
+        [server_url(each) for each in vllm_prefill or ()],
+        [server_url(each) for each in vllm_decode or ()],
+    )
+    require_usable_options(api_key, api_key_file)
+    table = serve_table(
+        host=host,
+        port=port,
+        api_key=api_key,
+        api_key_file=api_key_file,
+        allowed_hosts=allowed_hosts,
+        drain_s=drain_s,
+        log_level=log_level,
+        log_json=log_json,
+    )
+    with listen(table.host, table.port) as bound:
+        from penstock_serve.server.vllm_app import RouterSettings, run_router  # noqa: PLC0415
+
+        set_up_logs(table.log_level, as_json=table.log_json)
+        key = find_key(table)
+        warn_of_openness(table, key, on_command_line=api_key is not None)
+        settings = RouterSettings(
+            prefill=prefill,
+            decode=decode,
+            api_key=key,
+            allowed_hosts=read_hosts(table.allowed_hosts),
+            timeout_s=timeout_s,
+            drain_s=table.drain_s,
+        )
+        run_router(settings, bound, partial(_show_start, address_of(bound)))
+
+
+def _show_start(address: str, router: VllmRouter) -> None:
+    up = [
+        f"{sum(each.is_up for each in found)} of {counted(len(found), f'{role} server')}"
+        for role, found in (("prefill", router.prefill), ("decode", router.decode))
+    ]
+    print(f"penstock: router at {api_at(address)}, up: {', '.join(up)}", flush=True)

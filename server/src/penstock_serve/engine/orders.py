@@ -1,0 +1,189 @@
+"""An operator's orders to one instance: pause, other weights, sleep, sizes of tiers, pins.
+
+Every order but `Resume` is answered with an `OrderResult`, when it was carried out or could not be.
+Some wait for requests or copies to end; `step` carries them out then, or answers after a timeout
+why it could not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import ConfigError, UnavailableError
+from penstock_serve.engine import messages as ms
+from penstock_serve.engine.named_pins import NamedPins
+from penstock_serve.engine.weights import WeightsNotLoaded, check_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock_serve.engine.architecture import Architecture
+    from penstock_serve.engine.engine import Engine
+
+    WaitingOrder = ms.Pause | ms.Sleep | ms.ResizeTiers
+
+logger = logging.getLogger("penstock.engine.orders")
+
+
+class Orders:
+    """Carries out orders at an engine.
+
+    Args:
+        engine: The engine.
+        architecture: Of its model.
+        send: Sends an answer.
+        on_weights: Called with the version of weights that were loaded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        architecture: Architecture,
+        *,
+        send: Callable[[ms.AskAnswer], None],
+        on_weights: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._architecture = architecture
+        self._send = send
+        self._on_weights = on_weights
+        self._pins = NamedPins(engine.cache)
+        self._waiting: list[tuple[WaitingOrder, float]] = []
+        """Orders that wait for requests or copies to end, with their deadlines."""
+
+    @property
+    def next_deadline(self) -> float:
+        """When `step` is due, whatever else happens."""
+        waiting = min((deadline for _, deadline in self._waiting), default=math.inf)
+        return min(waiting, self._pins.next_deadline)
+
+    def take(self, order: ms.Order | ms.Resume) -> None:
+        """Begins to carry out an order; those that wait are answered by a later `step`.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        match order:
+            case ms.Pause():
+                self._engine.pause()
+                self._waiting.append((order, math.inf))
+            case ms.Resume():
+                self._engine.resume()
+            case ms.Sleep():
+                # Blocks that are being written down may arrive; nothing else is begun.
+                self._engine.cache.drain()
+                self._waiting.append((order, time.monotonic() + order.timeout_s))
+            case ms.ResizeTiers():
+                self._resize(order)
+            case ms.PinPrefix():
+                self._pin(order)
+            case _:
+                self._answer(order.id, *self._carried_out(order))
+
+    def step(self) -> None:
+        """Carries out orders that wait no longer, and ends pins whose time is over."""
+        if self.next_deadline == math.inf and not self._waiting:
+            return
+        now = time.monotonic()
+        self._pins.expire(now)
+        for order, deadline in [*self._waiting]:
+            obstacle, refused = self._obstacle(order)
+            if obstacle and not refused and now < deadline:
+                continue
+            self._waiting.remove((order, deadline))
+            if refused:
+                self._answer(order.id, obstacle)
+            elif obstacle:
+                self._answer(order.id, f"{obstacle} after {order.timeout_s:g} s")  # type: ignore[union-attr]
+            elif isinstance(order, ms.Sleep):
+                self._answer(order.id, self._slept(order))
+            else:
+                self._answer(order.id)
+
+    def forget(self) -> None:
+        """The server is lost: the next one gives its own orders."""
+        self._waiting.clear()
+        self._engine.resume()
+
+    def _obstacle(self, order: WaitingOrder) -> tuple[str, bool]:
+        """What an order still waits for, empty if for nothing; whether it waits in vain."""
+        engine = self._engine
+        if isinstance(order, ms.Pause):
+            return "" if engine.settled else f"{engine.unfinished} requests are under way", False
+        if isinstance(order, ms.Sleep):
+            return "" if engine.can_sleep else "requests or copies are under way", False
+        status = engine.resize_status(order.sizes, checks=order.checks)
+        return status.problem or status.waits_for, bool(status.problem)
+
+    def _carried_out(self, order: ms.Order) -> tuple[str, str]:
+        """Carries out an order that waits for nothing; returns the problem and a digest."""
+        try:
+            match order:
+                case ms.CheckWeights():
+                    return "", check_weights(order.path, self._architecture)
+                case ms.LoadWeights():
+                    self._load_weights(order)
+                case ms.Wake():
+                    self._engine.wake()
+                case _:
+                    raise AssertionError(f"{order} waits for others to end")
+        except (ConfigError, WeightsNotLoaded) as error:
+            return str(error), ""
+        except UnavailableError as error:
+            if isinstance(order, ms.LoadWeights):
+                raise  # A rank is lost.
+            return str(error), ""
+        return "", ""
+
+    def _load_weights(self, order: ms.LoadWeights) -> None:
+        self._engine.load_weights(order.path, digest=order.digest, version=order.version)
+        self._on_weights(order.version)
+        logger.info("weights loaded: path=%s version=%s", order.path, order.version)
+
+    def _slept(self, order: ms.Sleep) -> str:
+        """Goes to sleep; returns why it could not."""
+        try:
+            self._engine.sleep(host=order.host, weights=order.weights)
+        except (UnavailableError, ValueError) as error:
+            return str(error)
+        logger.info("asleep: host=%s weights=%s", order.host, order.weights)
+        return ""
+
+    def weights_changed(self) -> None:
+        """What is pinned belongs to weights that are gone."""
+        self._pins.end_all()
+
+    def _pin(self, order: ms.PinPrefix) -> None:
+        if order.prompt:
+            found = self._pins.pin(
+                order.name,
+                order.prompt,
+                tenant=order.tenant,
+                seconds=order.seconds,
+                now=time.monotonic(),
+            )
+        else:
+            found = self._pins.unpin(order.name)
+        self._send_result(
+            order.id,
+            ms.OrderResult(problem=found.problem, blocks=found.blocks, present=found.present),
+        )
+
+    def _resize(self, order: ms.ResizeTiers) -> None:
+        try:
+            self._engine.resize_tiers(order.sizes, checks=order.checks)
+        except ConfigError as error:
+            self._answer(order.id, str(error))
+            return
+        self._waiting.append((order, time.monotonic() + order.timeout_s))
+
+    def _answer(self, order: int, problem: str = "", digest: str = "") -> None:
+        self._send_result(order, ms.OrderResult(problem=problem, digest=digest))
+
+    def _send_result(self, order: int, result: ms.OrderResult) -> None:
+        self._send(ms.AskAnswer(id=order, json=msgspec.json.encode(result)))

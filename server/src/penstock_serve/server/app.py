@@ -1,0 +1,368 @@
+"""The HTTP application: OpenAI's API, health, metrics, and the state of the caches.
+
+| path                          |                                                              |
+|-------------------------------|--------------------------------------------------------------|
+| `POST /v1/chat/completions`   | the next turn of a conversation, whole or as a stream         |
+| `POST /v1/completions`        | the continuation of a text                                    |
+| `GET  /v1/models`             | the one model                                                 |
+| `GET  /health`                | 200 when an instance accepts requests, else 503; what is off  |
+| `GET  /metrics`               | for Prometheus                                                |
+| `GET  /`                      | the live page                                                 |
+| `GET  /live`, `/live/events`  | what it shows: as JSON, and as it changes                     |
+| `GET  /cache`                 | statistics of every instance, and why requests missed         |
+| `GET  /cache/story?request=`  | what happened to a request's blocks                           |
+| `GET  /cache/timeline`        | when the last copies and handoffs began and ended             |
+| `POST /admin/pause`           | no request begins; those under way end                        |
+| `POST /admin/resume`          | requests begin again                                          |
+| `POST /admin/sleep`           | memory is given back to the system                            |
+| `POST /admin/wake`            | and taken again                                               |
+| `POST /admin/tiers`           | changes the size of tiers                                     |
+| `POST /admin/reset`           | clears all caches                                             |
+| `POST /admin/pin`, `/unpin`   | blocks of a prefix stay for some time, or may leave again     |
+| `POST /admin/weights`         | other weights: KV of the old ones is not used any more        |
+| `POST /admin/role`            | an instance gets another role                                 |
+| `POST /admin/audit`           | every instance checks the invariants of its cache             |
+
+The one rule: every error of a client gets a response in OpenAI's format that says what was wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from penstock.errors import shown
+from penstock_serve.engine.defaults import Defaults
+from penstock_serve.observe.statistics import InstanceStatistics
+from penstock_serve.server import errors
+from penstock_serve.server.admin_requests import (
+    read_empty,
+    read_pause,
+    read_pin,
+    read_role,
+    read_sleep,
+    read_tiers,
+    read_unpin,
+    read_weights,
+)
+from penstock_serve.server.control import Control
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.guard import Guard
+from penstock_serve.server.http import GuardedApp, read_body
+from penstock_serve.server.instance_link import InstanceLost
+from penstock_serve.server.live_feed import LiveFeed
+from penstock_serve.server.live_report import LiveReport
+from penstock_serve.server.request_gate import ServerState
+from penstock_serve.server.router import is_usable
+from penstock_serve.server.text_endpoint import Admission, Encoder, TextEndpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp
+
+    from penstock_serve.engine.messages import What
+    from penstock_serve.engine.text import Text
+    from penstock_serve.observe.metrics import ServerMetrics
+    from penstock_serve.server.control import ControlResult
+    from penstock_serve.server.instance_link import InstanceLink
+    from penstock_serve.server.router import Router
+
+TENANT_CHARACTERS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Limits of the server."""
+
+    api_key: str = field(default="", repr=False)
+    """Empty: everybody who can reach the port is served."""
+    allowed_hosts: Sequence[str] = ()
+    """Further names of this server in `Host` headers, such as that of a proxy."""
+    body_bytes_max: int = 1 << 20
+    requests_max: int = 512
+    """Requests under way; more are answered with 429."""
+    body_s: float = 60.0
+    """Timeout of a request's body."""
+    instances: int = 0
+    """How many there should be; 0: other commands start them."""
+
+
+class Server:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        router: Router,
+        text: Text,
+        metrics: ServerMetrics,
+        *,
+        model: str,
+        settings: ServerSettings,
+        defaults: Defaults | None = None,
+    ) -> None:
+        self._router = router
+        self._control = Control(router)
+        self._metrics = metrics
+        self._model = model
+        self._settings = settings
+        self._guard = Guard(settings.api_key, settings.allowed_hosts)
+        admission = Admission(settings.requests_max)
+        report = LiveReport(router, metrics, admission, model=model, expected=settings.instances)
+        self.live = LiveFeed(report.gather, self._guard)
+        self._asking = TextEndpoint(
+            router,
+            Encoder(text),
+            text,
+            metrics,
+            admission,
+            model=model,
+            defaults=defaults or Defaults(),
+        )
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/cache", self.cache),
+            Route("/cache/story", self.story),
+            Route("/cache/timeline", self.timeline),
+            *self.live.routes(),
+            Route("/admin/pause", self.pause, methods=["POST"]),
+            Route("/admin/resume", self.resume, methods=["POST"]),
+            Route("/admin/sleep", self.sleep, methods=["POST"]),
+            Route("/admin/wake", self.wake, methods=["POST"]),
+            Route("/admin/tiers", self.tiers, methods=["POST"]),
+            Route("/admin/reset", self.reset, methods=["POST"]),
+            Route("/admin/pin", self.pin, methods=["POST"]),
+            Route("/admin/unpin", self.unpin, methods=["POST"]),
+            Route("/admin/weights", self.weights, methods=["POST"]),
+            Route("/admin/role", self.role, methods=["POST"]),
+            Route("/admin/audit", self.audit, methods=["POST"]),
+        ]
+        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
+
+    # For clients.
+
+    async def completions(self, http: HttpRequest) -> ASGIApp:
+        """`POST /v1/completions`."""
+        return await self._asking.completions(await self._body(http), _tenant(http))
+
+    async def chat(self, http: HttpRequest) -> ASGIApp:
+        """`POST /v1/chat/completions`."""
+        return await self._asking.chat(await self._body(http), _tenant(http))
+
+    async def models(self, http: HttpRequest) -> Response:
+        """`GET /v1/models`."""
+        self._guard.require_key(http)
+        model: dict[str, object] = {"id": self._model, "object": "model", "created": 0}
+        model["owned_by"] = "penstock"
+        if self._router.answering:
+            # As vLLM and SGLang call the longest context; clients cut prompts to it.
+            model["max_model_len"] = self._asking.context
+        name = http.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self._asking.require_model(name)
+        return JSONResponse(model)
+
+    # For operators.
+
+    async def health(self, _http: HttpRequest) -> Response:
+        """`GET /health`."""
+        instances = {link.name: is_usable(link) for link in self._router.links}
+        ready = bool(self._router.answering)
+        why = [f"{link.name}: {each}" for link in self._router.links for each in link.reasons]
+        status = ("degraded" if why else "ok") if ready else "loading"
+        state = self._control.state
+        if state is not ServerState.RUNNING:
+            ready, status = False, state.value
+        content = {"status": status, "instances": instances} | ({"why": why} if why else {})
+        return JSONResponse(content, status_code=200 if ready else 503)
+
+    async def metrics(self, _http: HttpRequest) -> Response:
+        """`GET /metrics`."""
+        # Instances that are lost meanwhile, or too busy to answer, are left out.
+        asked = await asyncio.gather(
+            *(link.ask("statistics") for link in self._router.ready), return_exceptions=True
+        )
+        reported = [
+            msgspec.json.decode(each, type=InstanceStatistics)
+            for each in asked
+            if isinstance(each, bytes)
+        ]
+        text = self._metrics.text(reported, retries=self._router.retries)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def cache(self, http: HttpRequest) -> Response:
+        """`GET /cache`, or `GET /cache?instance=NAME`."""
+        self._guard.require_key(http)
+        name = http.query_params.get("instance", "")
+        return JSONResponse({"instances": await self._ask_all("statistics", only=name)})
+
+    async def story(self, http: HttpRequest) -> Response:
+        """`GET /cache/story?request=NAME`."""
+        self._guard.require_key(http)
+        name = http.query_params.get("request", "")
+        if not name:
+            raise BadRequest("request is empty, must be the id of an answer", param="request")
+        if not self._router.ready:
+            return errors.unavailable("no instance is ready")
+        # In a prefill instance, each attempt is a request of its own.
+        names = [name, *self._router.handoffs_of(name)]
+        found = [
+            line
+            for each in names
+            for reported in await self._ask_all("story", each)
+            for line in reported
+        ]
+        if not found:
+            raise BadRequest(
+                f"request is {shown(name)}, must be the id of an answer that an instance still "
+                "remembers",
+                param="request",
+                status=404,
+            )
+        return JSONResponse({"request": name, "story": found})
+
+    async def timeline(self, http: HttpRequest) -> Response:
+        """`GET /cache/timeline`, or `GET /cache/timeline?instance=NAME`."""
+        self._guard.require_key(http)
+        name = http.query_params.get("instance", "")
+        reported = await self._ask_all("timeline", only=name)
+        # Instances on other machines have another clock: each says what it reads `now`.
+        return JSONResponse({"now": time.monotonic(), "instances": reported})
+
+    async def pause(self, http: HttpRequest) -> Response:
+        """`POST /admin/pause` with `{"mode": "drain" or "abort", "timeout_s": …}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.pause(read_pause(await self._body(http))))
+
+    async def resume(self, http: HttpRequest) -> Response:
+        """`POST /admin/resume`."""
+        self._guard.require_admin(http)
+        read_empty(await self._body(http))
+        return _result(await self._control.resume())
+
+    async def sleep(self, http: HttpRequest) -> Response:
+        """`POST /admin/sleep` with `{"level": 1 or 2, "host": true or false}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.sleep(read_sleep(await self._body(http))))
+
+    async def wake(self, http: HttpRequest) -> Response:
+        """`POST /admin/wake`."""
+        self._guard.require_admin(http)
+        read_empty(await self._body(http))
+        return _result(await self._control.wake())
+
+    async def tiers(self, http: HttpRequest) -> Response:
+        """`POST /admin/tiers` with `{"host": {"gib": …}}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.resize_tiers(read_tiers(await self._body(http))))
+
+    async def reset(self, http: HttpRequest) -> Response:
+        """`POST /admin/reset`."""
+        self._guard.require_admin(http)
+        return JSONResponse({"reset": self._router.reset("an operator asked for it")})
+
+    async def pin(self, http: HttpRequest) -> Response:
+        """`POST /admin/pin` with `{"name": "…", "prompt": "…", "seconds": …}`, or `messages`."""
+        self._guard.require_admin(http)
+        wanted = read_pin(await self._body(http))
+        tokens = await self._asking.prefix_tokens(wanted.prompt, wanted.messages)
+        if tokens is None:
+            return errors.unavailable("no instance is ready")
+        return _result(
+            await self._control.pin(
+                wanted.name, tokens, tenant=_tenant(http), seconds=wanted.seconds
+            )
+        )
+
+    async def unpin(self, http: HttpRequest) -> Response:
+        """`POST /admin/unpin` with `{"name": "…"}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.unpin(read_unpin(await self._body(http))))
+
+    async def weights(self, http: HttpRequest) -> Response:
+        """`POST /admin/weights` with `{"path": "…", "version": "…"}`, or the version alone."""
+        self._guard.require_admin(http)
+        wanted = read_weights(await self._body(http))
+        if wanted.path:
+            return _result(await self._control.load_weights(wanted))
+        names = await self._control.rename_weights(wanted.version)
+        return JSONResponse({"reset": names, "weights_version": wanted.version})
+
+    async def role(self, http: HttpRequest) -> Response:
+        """`POST /admin/role` with `{"instance": "…", "role": "…"}`."""
+        self._guard.require_admin(http)
+        return JSONResponse(await self._control.change_role(read_role(await self._body(http))))
+
+    async def audit(self, http: HttpRequest) -> Response:
+        """`POST /admin/audit`: an instance that violates an invariant ends with a traceback."""
+        self._guard.require_admin(http)
+        asked = await asyncio.gather(*(link.ask("audit") for link in self._router.ready))
+        reported = [json.loads(each) for each in asked]
+        return JSONResponse({"in_order": [each["instance"] for each in reported]})
+
+    async def _ask_all(self, what: What, of: str = "", *, only: str = "") -> list[Any]:
+        links = [link for link in self._router.ready if only in ("", link.name)]
+        return await ask_instances(links, what, of, required=bool(only))
+
+    # For all paths.
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        self._guard.require_key(http)
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise BadRequest(
+                f"content-encoding is {shown(encoding)}, must be left out: bodies are read as they "
+                "are",
+                param="content-encoding",
+                status=415,
+            )
+        settings = self._settings
+        return await read_body(http, bytes_max=settings.body_bytes_max, within_s=settings.body_s)
+
+
+async def ask_instances(
+    links: Sequence[InstanceLink], what: What, of: str = "", *, required: bool = False
+) -> list[Any]:
+    """What instances say, all asked at once; those that are lost meanwhile are left out.
+
+    Raises:
+        InstanceLost: one that is `required` is lost.
+    """
+    asked = await asyncio.gather(*(link.ask(what, of) for link in links), return_exceptions=True)
+    for each in asked:
+        if isinstance(each, BaseException) and (required or not isinstance(each, InstanceLost)):
+            raise each
+    return [json.loads(each) for each in asked if isinstance(each, bytes)]
+
+
+def _result(result: ControlResult) -> Response:
+    return JSONResponse(result.content(), status_code=503 if result.failed else 200)
+
+
+def _tenant(http: HttpRequest) -> str:
+    tenant = http.headers.get("x-penstock-tenant", "")
+    if len(tenant) > TENANT_CHARACTERS_MAX:
+        raise BadRequest(
+            f"x-penstock-tenant has {len(tenant)} characters, must have at most "
+            f"{TENANT_CHARACTERS_MAX}",
+            param="x-penstock-tenant",
+        )
+    return tenant

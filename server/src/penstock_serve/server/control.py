@@ -1,0 +1,500 @@
+"""What an operator does to instances: pause, weights, sleep, sizes of tiers, roles, pins.
+
+    result = await control.pause(DrainRequest(mode="drain", timeout_s=30))
+    result.failed                   # {} or why, by the name of the instance
+    control.resume()
+
+Requests are held at the router first, then those under way end, then every instance is told. The
+router remembers the wanted state: an instance that was away gets it before its first request.
+
+The one rule: one operation at a time. A second one waits for the first, within its own timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from penstock.errors import shown
+from penstock_serve.engine import messages as ms
+from penstock_serve.engine.weights import version_of
+from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.instance_link import InstanceLost
+from penstock_serve.server.request_gate import ServerState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from penstock_serve.server.admin_requests import (
+        DrainRequest,
+        RoleRequest,
+        SleepRequest,
+        WeightsRequest,
+    )
+    from penstock_serve.server.instance_link import InstanceLink
+    from penstock_serve.server.router import Router
+
+logger = logging.getLogger("penstock.serve.control")
+
+CHECK_S = 60.0
+"""How long an instance may take to read the headers of a checkpoint."""
+LOAD_S = 3600.0
+"""A load that takes longer has failed, whoever waits for it."""
+RESIZE_S = 60.0
+"""How long blocks in use may take to leave a smaller tier."""
+SETTLE_S = 30.0
+"""How long an instance may take to end its aborted requests and their handoffs."""
+AFTER_LOSS = "it loads the weights before its next request"
+"""What an instance does that is lost while others load."""
+TURN_S_MIN = 1.0
+"""How long an operation waits for the one before it at least, whatever its own timeout is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlResult:
+    """What an operation did."""
+
+    state: str
+    """Of the server, now."""
+    done: list[str] = field(default_factory=list)
+    """The instances that did it."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why others did not, by their names."""
+    more: dict[str, object] = field(default_factory=dict)
+    """What only this operation has to say."""
+
+    def content(self) -> dict[str, Any]:
+        """For a response."""
+        return {
+            "state": self.state,
+            "instances": self.done,
+            "failed": self.failed,
+            **self.more,
+        }
+
+
+class WantedWeights(NamedTuple):
+    """Weights in files."""
+
+    path: str
+    digest: str
+
+
+class WantedPin(NamedTuple):
+    """A prefix that all instances keep until `deadline`, on the clock of the loop."""
+
+    tokens: list[int]
+    tenant: str
+    deadline: float
+
+
+class Control:
+    """The wanted state of all instances."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._gate = router.gate
+        self._turn = asyncio.Lock()
+        self._checkpoint: WantedWeights | None = None
+        """The weights that all instances are to have, if they were changed."""
+        self._slept: SleepRequest | None = None
+        """How all instances sleep, if they do."""
+        self._sizes: dict[str, dict[str, int | float]] = {}
+        """The sizes of tiers that were changed."""
+        self._pins: dict[str, WantedPin] = {}
+        """By name; an instance that was away gets them again."""
+        self._loads: set[asyncio.Task[None]] = set()
+        router.on_ready = self._catch_up
+
+    @property
+    def state(self) -> ServerState:
+        return self._gate.state
+
+    async def pause(self, wanted: DrainRequest) -> ControlResult:
+        """Lets no request begin, ends those under way, and waits until the instances are idle.
+
+        Raises:
+            BadRequest: another operation did not end in time.
+        """
+        async with self._alone(wanted.timeout_s):
+            self._gate.hold(ServerState.PAUSED)
+            aborted = await self._drain(wanted)
+            done, failed = await self._order_all(ms.Pause, SETTLE_S)
+            return self._result(done, failed, aborted=aborted)
+
+    async def resume(self) -> ControlResult:
+        """Lets requests begin again.
+
+        Raises:
+            BadRequest: another operation did not end in time, or the server is asleep.
+        """
+        async with self._alone(SETTLE_S):
+            self._require_awake()
+            # A channel keeps its order: the instance resumes before it gets a request.
+            for link in self._router.ready:
+                link.send(ms.Resume())
+            self._gate.release(ServerState.PAUSED)
+            return self._result([link.name for link in self._router.ready], {})
+
+    async def load_weights(self, wanted: WeightsRequest) -> ControlResult:
+        """Replaces the weights of all instances; returns when all have them, or have failed.
+
+        An instance that failed gets no requests until it has them: by the same call again, or
+        after its restart.
+
+        Raises:
+            BadRequest: an instance cannot load this checkpoint, or the server is asleep; nothing
+                was changed.
+            InstanceLost: no instance is ready.
+        """
+        async with self._alone(wanted.timeout_s):
+            self._require_awake()
+            digest = await self._checked(wanted.path)
+            version = version_of(wanted.version, digest)
+            names = [link.name for link in self._router.ready]
+            if version == self._router.weights_version and self._router.loads_weights:
+                # Repeated: those that have them go on.
+                done, failed = await self._load_all(wanted, names)
+                return self._result(done, failed, aborted=0, weights_version=version)
+            self._gate.hold(ServerState.LOADING)
+            try:
+                aborted = await self._drain(wanted.drain)
+                await self._order_all(ms.Pause, SETTLE_S)
+                self._checkpoint = WantedWeights(wanted.path, digest)
+                self._router.want_weights(version)
+                done, failed = await self._load_all(wanted, names)
+            finally:
+                self._resume_unless_paused()
+                self._gate.release(ServerState.LOADING)
+            return self._result(done, failed, aborted=aborted, weights_version=version)
+
+    async def sleep(self, wanted: SleepRequest) -> ControlResult:
+        """Ends requests as `pause` does; then all instances give memory back.
+
+        Raises:
+            BadRequest: another operation did not end in time.
+        """
+        async with self._alone(wanted.timeout_s):
+            self._gate.hold(ServerState.ASLEEP)
+            aborted = await self._drain(wanted.drain)
+            self._slept = wanted
+            await self._order_all(ms.Pause, SETTLE_S)
+            timeout_s = wanted.timeout_s + SETTLE_S
+            done, failed = await self._order_all(_sleep_order(wanted), timeout_s)
+            return self._result(done, failed, aborted=aborted)
+
+    async def wake(self) -> ControlResult:
+        """All instances take their memory again, and requests begin, unless they are paused.
+
+        An instance that cannot gets no requests until the same call succeeds.
+
+        Raises:
+            BadRequest: another operation did not end in time.
+        """
+        async with self._alone(SETTLE_S):
+            self._slept = None
+            done, failed = await self._order_all(ms.Wake, LOAD_S)
+            for link in self._router.ready:
+                if link.name in failed:
+                    link.held_back = failed[link.name]
+                elif not self._is_outdated(link):
+                    link.held_back = ""
+            self._resume_unless_paused()
+            self._gate.release(ServerState.ASLEEP)
+            return self._result(done, failed)
+
+    async def resize_tiers(self, sizes: dict[str, dict[str, int | float]]) -> ControlResult:
+        """Changes the size of tiers of all instances; returns when they have it.
+
+        Raises:
+            BadRequest: an instance cannot have tiers of this size, or the server is asleep;
+                nothing was changed.
+        """
+        async with self._alone(SETTLE_S):
+            self._require_awake()
+            links = self._router.ready
+            check = partial(ms.ResizeTiers, sizes=sizes, checks=True)
+            for link in links:
+                result = await _carried_out(link, check, SETTLE_S)
+                if result.problem:
+                    raise BadRequest(
+                        f"{result.problem} (instance {link.name!r})",
+                        param=result.problem.partition(":")[0],
+                    )
+            self._sizes |= sizes
+            order = partial(ms.ResizeTiers, sizes=sizes, timeout_s=RESIZE_S)
+            done, failed = await self._order_all(order, RESIZE_S + SETTLE_S)
+            return self._result(done, failed, tiers=sizes)
+
+    async def pin(
+        self, name: str, tokens: list[int], *, tenant: str, seconds: float
+    ) -> ControlResult:
+        """Keeps the blocks of a prefix from leaving, in all instances, for some seconds.
+
+        Raises:
+            BadRequest: another operation did not end in time, or the server is asleep.
+        """
+        async with self._alone(SETTLE_S):
+            self._require_awake()
+            order = partial(ms.PinPrefix, name=name, prompt=tokens, tenant=tenant, seconds=seconds)
+            result = await self._order_pin(name, order)
+            if result.done:
+                now = asyncio.get_running_loop().time()
+                self._pins = {
+                    each: pin for each, pin in self._pins.items() if pin.deadline > now
+                } | {name: WantedPin(tokens, tenant, now + seconds)}
+            return result
+
+    async def unpin(self, name: str) -> ControlResult:
+        """Lets the blocks of a prefix leave again.
+
+        Raises:
+            BadRequest: another operation did not end in time.
+        """
+        async with self._alone(SETTLE_S):
+            self._pins.pop(name, None)
+            return await self._order_pin(name, partial(ms.PinPrefix, name=name, prompt=[]))
+
+    async def _order_pin(self, name: str, order: Callable[..., ms.PinPrefix]) -> ControlResult:
+        links = self._router.ready
+        results = await asyncio.gather(*(_carried_out(link, order, SETTLE_S) for link in links))
+        found = {link.name: each for link, each in zip(links, results, strict=True)}
+        done = {each: result for each, result in found.items() if not result.problem}
+        return self._result(
+            list(done),
+            {each: result.problem for each, result in found.items() if result.problem},
+            name=name,
+            blocks={each: result.blocks for each, result in done.items()},
+            cached={each: result.present for each, result in done.items()},
+        )
+
+    async def rename_weights(self, version: str) -> list[str]:
+        """The weights were changed by other means: nothing that is cached is found any more.
+
+        Returns:
+            The names of the ready instances.
+
+        Raises:
+            BadRequest: another operation did not end in time.
+        """
+        async with self._alone(SETTLE_S):
+            return self._router.reset(f"weights are now {version}", weights_version=version)
+
+    async def change_role(self, wanted: RoleRequest) -> dict[str, Any]:
+        """Gives an instance another role; returns what a client is told.
+
+        New requests follow the new role at once. It returns when those of the old role have ended,
+        or after `timeout_s`, and says how many have not; other operations may begin meanwhile.
+
+        Raises:
+            BadRequest: there is no such instance, it cannot have the role, another operation did
+                not end in time, or the server is asleep.
+        """
+        async with self._alone(wanted.timeout_s):
+            self._require_awake()
+            link = self._ready_link(wanted.instance)
+            before = self._router.role_of(link)
+            under_way = set(link.requests)
+            try:
+                self._router.set_role(link, wanted.role)
+            except ValueError as error:
+                raise BadRequest(f"role {error}", param="role") from error
+        left = await _wait_ended(link, under_way, wanted.timeout_s)
+        return {"instance": link.name, "role": wanted.role, "before": before, "unfinished": left}
+
+    def _ready_link(self, name: str) -> InstanceLink:
+        for link in self._router.ready:
+            if link.name == name:
+                return link
+        known = ", ".join(link.name for link in self._router.ready)
+        raise BadRequest(
+            f"instance is {shown(name)}, must be one that is ready: {known or 'none is'}",
+            param="instance",
+            status=404,
+        )
+
+    def _is_outdated(self, link: InstanceLink) -> bool:
+        """Whether an instance has to load weights before it gets requests."""
+        router = self._router
+        return router.loads_weights and router.weights_of(link) != router.weights_version
+
+    def _require_awake(self) -> None:
+        if self._gate.holds(ServerState.ASLEEP):
+            raise BadRequest("the server is asleep, must be woken first", status=409)
+
+    def _resume_unless_paused(self) -> None:
+        if not self._gate.holds(ServerState.PAUSED):
+            for link in self._router.ready:
+                link.send(ms.Resume())
+
+    async def _checked(self, path: str) -> str:
+        """The digest of a checkpoint that every instance can load."""
+        links = self._router.ready
+        if not links:
+            raise InstanceLost("no instance is ready")
+        order = partial(ms.CheckWeights, path=path)
+        results = await asyncio.gather(*(_carried_out(link, order, CHECK_S) for link in links))
+        found = {link.name: result for link, result in zip(links, results, strict=True)}
+        lost = [f"instance {link.name!r}: {link.lost}" for link in links if link.lost]
+        if lost:
+            raise InstanceLost(f"{path!r} was not loaded, nothing was changed: {'; '.join(lost)}")
+        for name, result in found.items():
+            if result.problem:
+                raise BadRequest(f"{result.problem} (instance {name!r})", param="path")
+        digests = {result.digest for result in results}
+        if len(digests) > 1:
+            each = ", ".join(f"{name}: {result.digest}" for name, result in found.items())
+            raise BadRequest(
+                f"path is {path!r}, must have the same files for all instances; digests: {each}",
+                param="path",
+            )
+        return digests.pop()
+
+    async def _load_all(
+        self, wanted: WeightsRequest, names: list[str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Has all instances load; returns who has the weights, and why others of `names` do not."""
+        tasks = {
+            link: self._start_load(link) for link in self._router.ready if self._is_outdated(link)
+        }
+        if tasks:
+            # A load that takes longer goes on; its instance gets no requests before its end.
+            await asyncio.wait(tasks.values(), timeout=wanted.load_timeout_s)
+        done = [link.name for link in self._router.ready if not link.held_back]
+        causes = {
+            link.name: f"{link.lost}; {AFTER_LOSS}" if link.lost else link.held_back
+            for link in tasks
+        }
+        failed = {
+            name: causes.get(name, f"it was lost; {AFTER_LOSS}")
+            for name in dict.fromkeys([*names, *causes])
+            if name not in done
+        }
+        return done, failed
+
+    def _start_load(self, link: InstanceLink) -> asyncio.Task[None]:
+        link.held_back = f"it has not loaded weights {self._router.weights_version} yet"
+        task = asyncio.create_task(self._load_and_sleep(link))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        return task
+
+    async def _load_and_sleep(self, link: InstanceLink) -> None:
+        """Loads weights; an instance that comes back to a server that sleeps then sleeps, too."""
+        await self._load(link)
+        if self._slept is not None and not link.lost:
+            link.send(_sleep_order(self._slept)(id=0))
+
+    async def _load(self, link: InstanceLink) -> None:
+        checkpoint, version = self._checkpoint, self._router.weights_version
+        assert checkpoint is not None
+        order = partial(
+            ms.LoadWeights, path=checkpoint.path, digest=checkpoint.digest, version=version
+        )
+        result = await _carried_out(link, order, LOAD_S)
+        if self._router.weights_version != version:
+            # Others are wanted by now, and are being loaded.
+            return
+        if result.problem:
+            link.held_back = result.problem
+            logger.error("weights not loaded: instance=%s cause=%s", link.name, result.problem)
+        else:
+            self._router.note_weights(link)
+            link.held_back = ""
+
+    def _catch_up(self, link: InstanceLink) -> None:
+        """Brings an instance that was away to the wanted state, before it gets a request."""
+        if self._gate.holds(ServerState.PAUSED):
+            link.send(ms.Pause(id=0))
+        if self._sizes:
+            link.send(ms.ResizeTiers(id=0, sizes=self._sizes))
+        now = asyncio.get_running_loop().time()
+        for name, pin in self._pins.items():
+            if pin.deadline > now and self._slept is None:
+                link.send(
+                    ms.PinPrefix(
+                        id=0,
+                        name=name,
+                        prompt=pin.tokens,
+                        tenant=pin.tenant,
+                        seconds=pin.deadline - now,
+                    )
+                )
+        if self._is_outdated(link):
+            self._start_load(link)
+        elif self._slept is not None:
+            link.send(_sleep_order(self._slept)(id=0))
+
+    async def _drain(self, wanted: DrainRequest) -> int:
+        """Ends the requests under way; returns how many had to be aborted."""
+        if wanted.mode == "drain" and await self._gate.wait_idle(wanted.timeout_s):
+            return 0
+        aborted = self._gate.running
+        refusal = self._gate.refusal()
+        self._gate.abort()
+        for link in self._router.links:
+            link.refuse_all(refusal.kind, str(refusal))
+        await self._gate.wait_idle(SETTLE_S)
+        return aborted
+
+    async def _order_all(
+        self, make: Callable[..., ms.Order], timeout_s: float
+    ) -> tuple[list[str], dict[str, str]]:
+        """Gives all instances an order; returns who carried it out, and why others did not."""
+        links = self._router.ready
+        results = await asyncio.gather(*(_carried_out(link, make, timeout_s) for link in links))
+        found = {link.name: each.problem for link, each in zip(links, results, strict=True)}
+        failed = {name: problem for name, problem in found.items() if problem}
+        for name, problem in failed.items():
+            logger.warning("order failed: instance=%s cause=%s", name, problem)
+        return [name for name in found if name not in failed], failed
+
+    def _result(self, done: list[str], failed: dict[str, str], **more: object) -> ControlResult:
+        return ControlResult(state=self.state.value, done=done, failed=failed, more=more)
+
+    @asynccontextmanager
+    async def _alone(self, timeout_s: float) -> AsyncIterator[None]:
+        """Waits for the operation under way, if there is one."""
+        waited_s = max(timeout_s, TURN_S_MIN)
+        try:
+            await asyncio.wait_for(self._turn.acquire(), waited_s)
+        except TimeoutError as error:
+            raise BadRequest(
+                f"another /admin/* operation did not end within {waited_s:g} s", status=409
+            ) from error
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+def _sleep_order(wanted: SleepRequest) -> Callable[..., ms.Sleep]:
+    return partial(ms.Sleep, host=wanted.host, weights=wanted.level > 1, timeout_s=wanted.timeout_s)
+
+
+async def _carried_out(
+    link: InstanceLink, make: Callable[..., ms.Order], timeout_s: float
+) -> ms.OrderResult:
+    """The result of an order, also if the instance is gone."""
+    try:
+        answer = await link.order(make, timeout_s=timeout_s)
+    except InstanceLost as lost:
+        return ms.OrderResult(problem=str(lost))
+    return msgspec.json.decode(answer, type=ms.OrderResult)
+
+
+async def _wait_ended(link: InstanceLink, requests: set[str], timeout_s: float) -> int:
+    """Waits until requests have ended; returns how many have not in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while left := requests & set(link.requests):
+                await link.wait_ended(next(iter(left)))
+    except TimeoutError:
+        pass
+    return len(requests & set(link.requests))

@@ -1,0 +1,535 @@
+"""The settings of `penstock serve`, and the specs of the instances that it starts.
+
+The one rule: whatever would fail in an instance fails here first, with one line, before any process
+is started.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from penstock import DType, MachineKeys
+from penstock.config import (
+    LOOPBACK,
+    PORT_MAX,
+    STORED_KINDS,
+    Config,
+    EngineTable,
+    ServeTable,
+    parse_config,
+    rank_range,
+)
+from penstock.errors import ConfigError, UnavailableError, counted
+from penstock.toolkit import is_loopback
+from penstock_serve.engine.checkpoints import find_model
+from penstock_serve.engine.defaults import (
+    config_of,
+    handoff_settings,
+    require_memory,
+    with_disk_tier,
+    with_host_tier,
+)
+from penstock_serve.engine.sharding import share_of
+from penstock_serve.engine.spec import InstanceRole, InstanceSpec
+from penstock_serve.server.guard import require_usable_options
+from penstock_serve.server.role_secret import MAKE_KEYS, secret_between
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.config import CacheSettings, TierKind
+    from penstock.toolkit import Secret
+    from penstock_serve.engine.architecture import Architecture
+
+ROUTER = "router"
+"""The role of a command that starts no instances and accepts those of other commands."""
+RANK = "rank"
+"""The role of a command that starts ranks of another command's instance."""
+_ALONE = frozenset({InstanceRole.PREFILL.value, InstanceRole.DECODE.value})
+"""Roles of a command that starts instances of this role only."""
+_NAMES = {
+    InstanceRole.BOTH: "instance",
+    InstanceRole.PREFILL: "prefill",
+    InstanceRole.DECODE: "decode",
+}
+"""How instances are named, before their number."""
+TableT = TypeVar("TableT", EngineTable, ServeTable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The options of the command line; `None`: the file's value, or the default."""
+
+    model: str | None = None
+    tp: int | None = None
+    host_gib: float | None = None
+    disk: str | None = None
+    disk_gib: float | None = None
+    blocks: int | None = None
+    block_tokens: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    host: str | None = None
+    port: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    allowed_hosts: str | None = None
+    drain_s: float | None = None
+    silence_s: float | None = None
+    log_level: str | None = None
+    log_json: bool | None = None
+    instances: int | None = None
+    role: str | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
+    handoff_host: str | None = None
+    ranks_at: str | None = None
+    ranks_here: str | None = None
+    router: str | None = None
+    number: int | None = None
+    keys_file: str | None = None
+
+
+def settle(config: Config | None, options: ServeOptions) -> Config:
+    """The complete configuration: the file's settings, overridden by the command line.
+
+    Raises:
+        ConfigError: the model or a setting is wrong.
+        UnavailableError: the default model is not installed.
+    """
+    roles = _roles_of(config, options)
+    engine = _changed((config and config.engine) or EngineTable(), options, roles)
+    more = {**_key_of(options), **roles}
+    serve = _changed((config and config.serve) or ServeTable(), options, more)
+    model = find_model(engine.model or None)
+    architecture, checkpoint = model.open()
+    checkpoint.close()
+    settled = config_of(model, config, dtype=engine.dtype)
+    settled = replace(settled, engine=engine, serve=serve)
+    # Parsed again, so that options of the command line are checked as those of a file are.
+    settled = parse_config(_sized(settled, options).to_toml())
+    assert settled.serve is not None
+    settled = replace(settled, serve=replace(settled.serve, api_key=serve.api_key))
+    _require_sense(settled, architecture)
+    return settled
+
+
+def serves_http(config: Config | None, options: ServeOptions) -> bool:
+    """Whether this command serves HTTP, and not only instances for a router elsewhere."""
+    engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
+    role = engine.role if options.role is None else options.role
+    router = (serve or ServeTable()).router if options.router is None else options.router
+    return role == ROUTER or (role != RANK and not router)
+
+
+def _roles_of(config: Config | None, options: ServeOptions) -> dict[str, int | None]:
+    """Instances and ranks of both roles: where one of them is given, the other has one."""
+    engine = (config and config.engine) or EngineTable()
+    serve = (config and config.serve) or ServeTable()
+    prefill, decode = options.prefill or serve.prefill, options.decode or serve.decode
+    sizes = options.prefill_tp or engine.prefill_tp, options.decode_tp or engine.decode_tp
+    role = options.role or engine.role
+    if not (prefill or decode or any(sizes) or role in _ALONE):
+        return {}
+    counted = bool(prefill or decode)
+    return {
+        "prefill_tp": sizes[0] or 1,
+        "decode_tp": sizes[1] or 1,
+        "prefill": (prefill or 1) if counted else None,
+        "decode": (decode or 1) if counted else None,
+    }
+
+
+def _key_of(options: ServeOptions) -> dict[str, str | None]:
+    """A key of the command line overrides both keys of the file."""
+    require_usable_options(options.api_key, options.api_key_file)
+    if options.api_key is None and options.api_key_file is None:
+        return {}
+    return {"api_key": options.api_key or "", "api_key_file": options.api_key_file or ""}
+
+
+def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
+    """The instances that this command starts."""
+    serve = config.serve
+    assert serve is not None
+    assert config.engine is not None
+    if config.engine.ranks_at:
+        return (_spread_instance(config),)
+    roles = _roles(config)
+    # If each of several processes had a thread on every core, they would slow each other down.
+    config = _threaded(config, sum(_ranks_of(config, role) for role in roles) or 1)
+    hands_over = len(roles) > 1 or bool(serve.router)
+    numbers = {role: count(serve.number) for role in InstanceRole}
+    gpus = _first_gpus(config, roles)
+    return tuple(
+        _instance(
+            config,
+            f"{_NAMES[role]}-{next(numbers[role])}",
+            role,
+            hands_over=hands_over or role is not InstanceRole.BOTH,
+            first_gpu=gpu,
+        )
+        for role, gpu in zip(roles, gpus, strict=True)
+    )
+
+
+def _roles(config: Config) -> list[InstanceRole]:
+    """The role of each instance that this command starts."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    if engine.role == ROUTER:
+        return []
+    if engine.role in _ALONE:
+        return [InstanceRole(engine.role)] * serve.instances
+    if not engine.prefill_tp:
+        return [InstanceRole.BOTH] * serve.instances
+    return [
+        *[InstanceRole.PREFILL] * (serve.prefill or serve.instances),
+        *[InstanceRole.DECODE] * (serve.decode or serve.instances),
+    ]
+
+
+def _spread_instance(config: Config) -> InstanceSpec:
+    """The instance whose ranks are on several machines, with those that are started here."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    here = rank_range(engine.ranks_here)
+    return msgspec.structs.replace(
+        _instance(
+            _threaded(config, len(here)),
+            f"instance-{serve.number}",
+            InstanceRole.BOTH,
+            hands_over=False,
+            first_gpu=0,
+        ),
+        scheduler=engine.ranks_at,
+        ranks_here=list(here),
+        rank_host=_rank_host(config),
+        starts_scheduler=engine.role != RANK,
+    )
+
+
+def _rank_host(config: Config) -> str:
+    """The host at which ranks of other machines reach those of this one."""
+    assert config.serve is not None
+    secret = rank_secret_of(config)
+    try:
+        return secret.own_host if isinstance(secret, MachineKeys) else LOOPBACK
+    except UnavailableError as error:
+        file = config.serve.keys_file
+        raise ConfigError("serve.keys_file", f"is {file!r}: {error}") from error
+
+
+def rank_secret_of(config: Config) -> Secret:
+    """What an instance shares with its ranks on other machines.
+
+    Raises:
+        ConfigError: `serve.keys_file` cannot be used.
+        UnavailableError: the secret of this user can be neither read nor created.
+    """
+    assert config.engine is not None
+    assert config.serve is not None
+    at = config.engine.ranks_at
+    return secret_between(config.serve, {"engine.ranks_at": at}) if at else b""
+
+
+def _threaded(config: Config, ranks: int) -> Config:
+    """Sets the torch threads of each rank: together about one on each core."""
+    assert config.engine is not None
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
+
+
+def _ranks_of(config: Config, role: InstanceRole) -> int:
+    engine = config.engine
+    assert engine is not None
+    if role is InstanceRole.BOTH:
+        return config.cache.rank_count
+    return engine.prefill_tp if role is InstanceRole.PREFILL else engine.decode_tp
+
+
+def secrets_of(config: Config) -> tuple[Secret, Secret]:
+    """What this command shares with other ones: for the router and for handoffs.
+
+    Raises:
+        ConfigError: `serve.keys_file` cannot be used.
+        UnavailableError: the secret of this user can be neither read nor created.
+    """
+    serve = config.serve
+    assert serve is not None
+    if not serve.router:
+        return b"", b""
+    return secret_between(serve, {"serve.router": serve.router}), secret_between(serve, {})
+
+
+def _instance(
+    config: Config, name: str, role: InstanceRole, *, hands_over: bool, first_gpu: int
+) -> InstanceSpec:
+    engine = config.engine
+    assert engine is not None
+    assert config.serve is not None
+    ranks = _ranks_of(config, role)
+    # Without the API key, which instances do not need.
+    cache = replace(config.cache, rank_count=ranks)
+    given = replace(config, engine=None, serve=None, routing=None, events=None, cache=cache)
+    return InstanceSpec(
+        name=name,
+        model=engine.model or None,
+        digest=find_model(engine.model or None).weights_version(),
+        config=given,
+        server=config.serve.router,
+        joins=bool(config.serve.router),
+        # Where the server belongs to this command, it has drained before instances are stopped.
+        drain_s=config.serve.drain_s if config.serve.router else 0.0,
+        silence_s=config.serve.silence_s,
+        ranks=ranks,
+        role=role,
+        hands_over=hands_over,
+        handoff_host=engine.handoff_host,
+        ports=config.serve.ports,
+        dtype=engine.dtype,
+        device=engine.device,
+        first_gpu=first_gpu,
+        graphs=engine.graphs,
+        step_tokens=engine.tokens_a_step,
+        step_requests=engine.step_requests,
+        waiting_max=engine.waiting_max,
+        threads=engine.threads,
+        log_level=config.serve.log_level,
+        log_json=config.serve.log_json,
+    )
+
+
+def _changed(table: TableT, options: ServeOptions, more: Mapping[str, Any]) -> TableT:
+    """The table with the options that have the names of its fields, and with `more`."""
+    names = {field.name for field in fields(table)}
+    named = {name: getattr(options, name, None) for name in names}
+    changed = {**named, **{name: value for name, value in more.items() if name in names}}
+    return replace(table, **{name: value for name, value in changed.items() if value is not None})
+
+
+def _sized(config: Config, options: ServeOptions) -> Config:
+    cache, kinds = config.cache, config.tier_kinds
+    assert cache.device is not None
+    if options.blocks is not None:
+        cache = replace(cache, device=replace(cache.device, slot_count=options.blocks))
+    if options.block_tokens is not None:
+        cache = replace(cache, block_tokens=options.block_tokens)
+    if options.tp is not None:
+        cache = replace(cache, rank_count=options.tp)
+    if options.host_gib is not None:
+        cache, kinds = with_host_tier(cache, kinds, options.host_gib)
+    if options.disk is not None or options.disk_gib is not None:
+        cache, kinds = _with_disk(cache, kinds, options)
+    return replace(config, cache=cache, tier_kinds=kinds)
+
+
+def _with_disk(
+    cache: CacheSettings, kinds: tuple[TierKind, ...], options: ServeOptions
+) -> tuple[CacheSettings, tuple[TierKind, ...]]:
+    if options.disk is None or options.disk_gib is None:
+        given, missing = ("--disk", "--disk-gib") if options.disk else ("--disk-gib", "--disk")
+        raise ConfigError(given, f"is given without {missing}, must be given with it")
+    if not cache.tiers:
+        raise ConfigError("--disk", "is given without host memory, must be given with --host-gib")
+    path = str(Path(options.disk).expanduser().absolute())
+    return with_disk_tier(cache, kinds, path, options.disk_gib)
+
+
+def _require_sense(config: Config, architecture: Architecture) -> None:
+    engine = config.engine
+    assert engine is not None
+    config.namespace()  # A salt that cannot be read is told here, before anything is started.
+    _require_role(config)
+    _require_events(config)
+    for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
+        count = ranks or config.cache.rank_count
+        for rank in range(count):
+            share_of(architecture, rank=rank, ranks=count)
+    _require_device(config)
+    _require_handoff(config, architecture)
+    _require_memory(config, architecture)
+
+
+def _require_events(config: Config) -> None:
+    """KV events are published by the command that serves HTTP, one port for each instance."""
+    events = config.events
+    if events is None:
+        return
+    if not serves_http(config, ServeOptions()):
+        raise ConfigError(
+            "events",
+            "is given to a command whose instances join a router elsewhere, must be given to the "
+            "command of that router: it publishes the events of all instances",
+        )
+    count = len(_roles(config))
+    for key, port in (("events.port", events.port), ("events.replay_port", events.replay_port)):
+        if port and port + count - 1 > PORT_MAX:
+            raise ConfigError(
+                key, f"is {port}, must be at most {PORT_MAX - count + 1} for {count} instances"
+            )
+    between = abs(events.port - events.replay_port)
+    if events.port and events.replay_port and between < count:
+        raise ConfigError(
+            "events.replay_port",
+            f"is {events.replay_port} with events.port {events.port}, must be at least {count} "
+            f"away from it: each of {count} instances has a port of both",
+        )
+
+
+def _require_handoff(config: Config, architecture: Architecture) -> None:
+    """Checks that a block of one layer, as it travels between two ranks, fits a berth."""
+    engine = config.engine
+    assert engine is not None
+    if not engine.prefill_tp:
+        return
+    bounds = handoff_settings(config, engine.device).bounds
+    heads = -(-architecture.kv_heads // max(engine.prefill_tp, engine.decode_tp))
+    layer = 2 * heads * architecture.head_dim * DType.parse(engine.dtype).itemsize
+    block_bytes = config.cache.block_tokens * layer
+    if block_bytes > bounds.berth_bytes:
+        raise ConfigError(
+            "handoff.berth_bytes",
+            f"is {bounds.berth_bytes}, must be at least {block_bytes}, a block of one layer",
+        )
+
+
+def _require_device(config: Config) -> None:
+    """Checks that the GPUs exist: each rank of an instance has one, which instances may share."""
+    engine = config.engine
+    assert engine is not None
+    device = engine.device
+    if device == "cpu" or engine.role == ROUTER:
+        return
+    ranks = max(engine.prefill_tp, engine.decode_tp) or config.cache.rank_count
+    if ranks > 1 and device != "cuda":
+        raise ConfigError(
+            "engine.device", f"is {device!r}, must be 'cuda' for several ranks: each has a GPU"
+        )
+    if ranks > _gpu_count():
+        raise ConfigError(
+            "engine.device",
+            f"is {device!r} for {counted(ranks, 'rank')}, and torch sees "
+            f"{counted(_gpu_count(), 'GPU')}",
+        )
+
+
+def _gpu_count() -> int:
+    import torch  # noqa: PLC0415  (takes seconds, and only GPUs need it here)
+
+    return int(torch.cuda.device_count())
+
+
+def _first_gpus(config: Config, roles: Sequence[InstanceRole]) -> list[int]:
+    """The first GPU of each instance: GPUs of their own, if there are enough for all roles."""
+    engine = config.engine
+    assert engine is not None
+    ranks = [_ranks_of(config, role) for role in roles]
+    if engine.device != "cuda" or not engine.prefill_tp or sum(ranks) > _gpu_count():
+        return [0] * len(roles)
+    return [sum(ranks[:number]) for number in range(len(roles))]
+
+
+def _require_memory(config: Config, architecture: Architecture) -> None:
+    engine = config.engine
+    assert engine is not None
+    if engine.device != "cpu" or engine.role == ROUTER:
+        return
+    instances: float = len(_roles(config))
+    if engine.ranks_at:
+        instances = len(rank_range(engine.ranks_here)) / config.cache.rank_count
+    require_memory(config, architecture, dtype=engine.dtype, instances=instances)
+
+
+def _require_ranks(config: Config) -> None:
+    """Checks an instance whose ranks are on several machines."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    if not engine.ranks_at:
+        if engine.role == RANK:
+            raise ConfigError(
+                "engine.ranks_at",
+                "is '', must be where the instance lets its ranks in: engine.role is 'rank'",
+            )
+        return
+    if engine.role not in {RANK, InstanceRole.BOTH.value} or engine.prefill_tp:
+        raise ConfigError(
+            "engine.ranks_at",
+            f"is {engine.ranks_at!r}, must be '' for prefill, decode and router",
+        )
+    if engine.handoff_host:
+        raise ConfigError(
+            "engine.handoff_host",
+            f"is {engine.handoff_host!r}, must be '' with engine.ranks_at: an instance whose ranks "
+            "are on several machines hands nothing over",
+        )
+    if engine.device != "cpu":
+        raise ConfigError(
+            "engine.device",
+            f"is {engine.device!r}, must be 'cpu' for ranks on several machines: those of GPUs are "
+            "on one machine",
+        )
+    if serve.instances != 1:
+        raise ConfigError(
+            "serve.instances", f"is {serve.instances}, must be 1: engine.ranks_at is one address"
+        )
+    for kind in config.tier_kinds:
+        if kind.name in STORED_KINDS:
+            raise ConfigError(
+                "tiers",
+                f"has kind {kind.name!r}, must have only tiers in memory: the ranks are on several "
+                "machines, and one store cannot read the memory of all",
+            )
+    here, count = rank_range(engine.ranks_here), config.cache.rank_count
+    if count < 2 or here.stop > count:
+        raise ConfigError(
+            "engine.ranks_here",
+            f"is {engine.ranks_here!r}, must be of the ranks 0 to {count - 1}: cache.ranks is "
+            f"{count}, and must be at least 2",
+        )
+    _rank_host(config)
+
+
+def _require_role(config: Config) -> None:
+    """A command that does not start all roles needs the router of the others."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    _require_ranks(config)
+    if engine.role not in {InstanceRole.BOTH.value, RANK} and not serve.router:
+        raise ConfigError(
+            "serve.router",
+            f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",
+        )
+    if engine.role != InstanceRole.BOTH.value and serve.prefill:
+        raise ConfigError(
+            "serve.prefill",
+            f"is {serve.prefill}, must be 0 where engine.role is {engine.role!r}: "
+            "serve.instances counts those of one role",
+        )
+    if not serve.router:
+        if engine.handoff_host:
+            raise ConfigError(
+                "engine.handoff_host",
+                f"is {engine.handoff_host!r}, must be '' without serve.router: all instances are "
+                "on this machine",
+            )
+        return
+    secret_between(serve, {"serve.router": serve.router})
+    if engine.handoff_host and not serve.keys_file and not is_loopback(engine.handoff_host):
+        raise ConfigError(
+            "serve.keys_file",
+            "is '', must be a file with the keys of the machines for engine.handoff_host "
+            f"{engine.handoff_host!r}, which is not on the loopback interface: {MAKE_KEYS}",
+        )

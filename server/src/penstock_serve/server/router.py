@@ -1,0 +1,535 @@
+"""Chooses the instances for a request: those with most of its prefix, unless they are too busy.
+
+| role      | what it gets                                                                       |
+|-----------|------------------------------------------------------------------------------------|
+| `both`    | requests, whose prompts it computes itself                                          |
+| `decode`  | requests; any `prefill` instance that it can reach computes their prompts           |
+| `prefill` | prompts, whose KV it hands over                                                     |
+
+For every request the router chooses the instance that answers and, unless that one has the prompt
+already, the one that computes it: by what each has of the prefix, its load and its failures. The
+weights are settings, `[routing]`; equals take turns. A request whose instance is lost before the
+first token is sent to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.config import RoutingTable
+from penstock_serve.engine.messages import (
+    Abort,
+    ChangePrefill,
+    ComputeLocally,
+    ResetCache,
+    Scored,
+    SetRole,
+    StopAnswer,
+    TokenProgress,
+)
+from penstock_serve.server.cached_blocks import CachedBlocks, PromptKeys
+from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
+from penstock_serve.server.pairs import PairTable
+from penstock_serve.server.request_gate import RequestGate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterator
+
+    from penstock import KvEvent
+    from penstock.toolkit import Recorder
+    from penstock_serve.engine import messages as ms
+    from penstock_serve.engine.messages import RoleName
+    from penstock_serve.server.event_publisher import EventPublisher
+
+PREFILLS_MAX = 2
+"""How many instances are tried for the prompt of one attempt; then the one that answers it
+computes it."""
+CACHE_KEYS_MAX = 4096
+"""Cache keys that are remembered: clients choose them."""
+FAILURES_KEPT = 16
+"""More failures of one instance within `routing.failed_s` do not make it worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """An instance that may answer a request, and those that may compute its prompt."""
+
+    worth: float
+    decode: InstanceLink
+    prefills: list[InstanceLink]
+    """Equally good ones; none: the first one computes it."""
+
+
+class _Prefill:
+    """A prompt that is computed for another instance, which answers the request.
+
+    If an instance cannot compute it, another one does; if none can, the one that answers.
+    """
+
+    def __init__(
+        self, router: Router, route: _Route, submit: ms.Submit, handoffs: Iterator[str]
+    ) -> None:
+        self._router = router
+        self._decode = route.decode
+        self._prefill = route.prefills[0]
+        self._request = submit
+        self._handoffs = handoffs
+        """Names of handoffs that were not used yet."""
+        self._tried: set[InstanceLink] = set()
+        self._delivered = False
+        self._over = asyncio.Event()
+        """Set when the instance that answers needs no handoff any more."""
+        self.asked = self._begin()
+        """The request for the instance that answers."""
+        self._task = asyncio.create_task(self._compute())
+
+    def deliver(self) -> None:
+        """The KV was delivered: the two instances end the handoff by themselves."""
+        self._delivered = True
+        self._over.set()
+
+    def end(self) -> None:
+        """Aborts it unless it was delivered; may be called twice."""
+        self._over.set()
+        if self._delivered:
+            return
+        self._task.cancel()
+        if not self._prefill.lost:
+            self._prefill.send(Abort(id=self.asked.handoff))
+
+    def _begin(self) -> ms.Submit:
+        """Opens the pair if it is not open, and names the handoff."""
+        self._router.pairs.use(self._prefill, self._decode)
+        self._tried.add(self._prefill)
+        return msgspec.structs.replace(
+            self._request,
+            handoff=next(self._handoffs),
+            prefill=self._prefill.name,
+            decode=self._decode.name,
+        )
+
+    async def _compute(self) -> None:
+        """Has the prompt computed by one instance after the other, until one has done it."""
+        while True:
+            prefill = self._prefill
+            try:
+                if await self._is_computed_by(prefill):
+                    # The pair stays open until the KV has arrived.
+                    await self._over.wait()
+                    return
+            finally:
+                self._router.pairs.release(prefill, self._decode)
+            self._router.note_failure(prefill)
+            if self._decode.lost:
+                return
+            another = self._another()
+            if another is None:
+                self._decode.send(ComputeLocally(id=self._request.id, lost=bool(prefill.lost)))
+                return
+            self._prefill = another
+            self.asked = asked = self._begin()
+            self._decode.send(
+                ChangePrefill(
+                    id=asked.id,
+                    handoff=asked.handoff,
+                    prefill=asked.prefill,
+                    lost=bool(prefill.lost),
+                )
+            )
+
+    def _another(self) -> InstanceLink | None:
+        if len(self._tried) >= PREFILLS_MAX:
+            return None
+        return self._router.another_prefill(self._decode, self._request, self._tried)
+
+    async def _is_computed_by(self, prefill: InstanceLink) -> bool:
+        # Each attempt is a request of its own: an earlier one may still hold blocks.
+        submit = msgspec.structs.replace(
+            self.asked,
+            id=self.asked.handoff,
+            max_tokens=1,
+            min_tokens=min(1, self.asked.min_tokens),
+            answers=1,
+            logprobs=0,
+        )
+        computed = False
+        with suppress(InstanceLost, RequestRefusal):
+            async with aclosing(prefill.generate(submit)) as tokens:
+                async for progress in tokens:
+                    computed = isinstance(progress, TokenProgress) and progress.token is not None
+        return computed
+
+
+class Router:
+    """The connected instances, and which of them gets a request."""
+
+    def __init__(
+        self,
+        settings: RoutingTable | None = None,
+        gate: RequestGate | None = None,
+        recorder: Recorder | None = None,
+        *,
+        publisher: EventPublisher | None = None,
+        salt: str = "",
+    ) -> None:
+        """A router without instances.
+
+        Args:
+            settings: How instances are chosen.
+            gate: Where requests wait while the server is paused.
+            recorder: Records requests.
+            publisher: Publishes what instances have cached.
+            salt: Where the secret is that keys depend on (`Config.salt`), on this machine.
+        """
+        self.settings = settings or RoutingTable()
+        self.gate = gate or RequestGate()
+        self._recorder = recorder
+        self._publisher = publisher
+        self._salt = salt
+        self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
+        """Called when an instance is ready, before it gets any request."""
+        self.links: list[InstanceLink] = []
+        self.pairs = PairTable()
+        self.retries = 0
+        self._holdings: dict[InstanceLink, CachedBlocks] = {}
+        self._at: dict[str, InstanceLink] = {}
+        """The instance that answers each request."""
+        self._resets = 0
+        self._weights_version = ""
+        """The version of the weights, if it has changed."""
+        self.loads_weights = False
+        """Whether an instance with another version has to load weights."""
+        self._roles: dict[str, RoleName] = {}
+        """Roles that were changed, by the name of the instance, in any of its lives."""
+        self._reset_sent: dict[str, int] = {}
+        """The last reset that was sent to each instance, in any of its lives."""
+        self._choices = 0
+        self._chosen: dict[InstanceLink, int] = {}
+        """The number of the last choice of each instance."""
+        self._had_key: dict[tuple[str, str], str] = {}
+        """Tenant and cache key to the name of the instance that had its last request."""
+        self._failed: dict[InstanceLink, deque[float]] = {}
+        """When prefill instances failed to compute a prompt, as far as that still counts."""
+
+    def add(self, link: InstanceLink) -> None:
+        self.links.append(link)
+        link.on_kv_events = self._note_events
+        link.on_pair_failed = self.pairs.note_failure
+        link.on_ready = self._welcome
+
+    def remove(self, link: InstanceLink) -> None:
+        self.links.remove(link)
+        if self._publisher is not None:
+            self._publisher.lose(link)
+        self.pairs.remove(link)
+        self._holdings.pop(link, None)
+        self._chosen.pop(link, None)
+        self._failed.pop(link, None)
+
+    def handoffs_of(self, request: str) -> list[str]:
+        """The names of a request's handoffs, as many as it may have."""
+        count = PREFILLS_MAX * self.settings.attempts_max
+        return [f"{request}/{n}" for n in range(1, count + 1)]
+
+    @property
+    def ready(self) -> list[InstanceLink]:
+        """The loaded instances."""
+        return [link for link in self.links if link.ready is not None]
+
+    @property
+    def answering(self) -> list[InstanceLink]:
+        """The instances that accept requests and answer them."""
+        return [link for link in self.ready if self.role_of(link) != "prefill" and is_usable(link)]
+
+    @property
+    def prefilling(self) -> list[InstanceLink]:
+        """The instances that accept prompts and compute them for others."""
+        return [link for link in self.ready if self.role_of(link) == "prefill" and is_usable(link)]
+
+    def role_of(self, link: InstanceLink) -> RoleName:
+        """What a ready instance does."""
+        assert link.ready is not None
+        return self._roles.get(link.name, link.ready.role)
+
+    def set_role(self, link: InstanceLink, role: RoleName) -> None:
+        """From now on an instance gets the requests of another role, after a restart as well.
+
+        Those that it has already end as they began.
+
+        Raises:
+            ValueError: the instance cannot have the role, or no other one would answer requests.
+        """
+        if role != "both" and (link.ready is None or link.ready.engine is None):
+            raise ValueError(f"is {role!r}, must be 'both': {link.name!r} hands nothing over")
+        if role == "prefill" and not [each for each in self.answering if each is not link]:
+            raise ValueError(
+                f"is {role!r}, must be 'decode' or 'both': no instance but {link.name!r} answers "
+                "requests"
+            )
+        self._roles[link.name] = role
+        link.send(SetRole(role=role))
+
+    def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+        """Sends a request to the best instance, and to another if that is lost before a token.
+
+        Raises:
+            InstanceLost: no instance is ready, or the one that had begun to answer is gone.
+            RequestRefusal: the instance refused the request, or the server is paused.
+        """
+        answered = self._answered(submit)
+        return answered if self._recorder is None else self._recorded(submit, answered)
+
+    async def _recorded(
+        self, submit: ms.Submit, answered: AsyncGenerator[ms.TokenProgress | ms.Scored, None]
+    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+        """The same, and the length of the answer is recorded."""
+        assert self._recorder is not None
+        output_tokens = 0
+        try:
+            async with aclosing(answered) as tokens:
+                async for progress in tokens:
+                    if isinstance(progress, TokenProgress) and progress.token is not None:
+                        output_tokens += 1
+                    yield progress
+        finally:
+            self._recorder.end(submit.id, output_tokens)
+
+    def _record(self, submit: ms.Submit, prompt: PromptKeys, link: InstanceLink) -> None:
+        """Records a request, unless it keeps out of the cache."""
+        if self._recorder is not None and prompt.reuses and submit.store:
+            config = self._holdings_of(link).config
+            self._recorder.begin(
+                submit.id,
+                prompt.under(config),
+                token_count=prompt.token_count,
+                block_tokens=config.cache.block_tokens,
+                hints=submit.hints,
+            )
+
+    async def _answered(
+        self, submit: ms.Submit
+    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+        await self.gate.enter()
+        tried: set[InstanceLink] = set()
+        handoffs = iter(self.handoffs_of(submit.id))
+        while True:
+            prompt = PromptKeys(submit)
+            route = self._choose(prompt, tried)
+            link = route.decode
+            if not tried:
+                self._record(submit, prompt, link)
+            tried.add(link)
+            begun = False
+            self.gate.begin()
+            self._at[submit.id] = link
+            prefill = _Prefill(self, route, submit, handoffs) if route.prefills else None
+            try:
+                asked = submit if prefill is None else prefill.asked
+                async with aclosing(link.generate(asked)) as tokens:
+                    async for progress in tokens:
+                        if isinstance(progress, Scored):
+                            # If this instance is lost, the next one sends it again.
+                            yield progress
+                            continue
+                        if progress.handed and prefill is not None:
+                            prefill.deliver()
+                        elif not begun and prefill is not None:
+                            # The handoff was not needed, or failed.
+                            prefill.end()
+                        begun = True
+                        yield progress
+            except InstanceLost:
+                untried = set(self.answering) - tried
+                if begun or not untried or len(tried) >= self.settings.attempts_max:
+                    raise
+                self.retries += 1
+                continue
+            finally:
+                del self._at[submit.id]
+                self.gate.end()
+                if prefill is not None:
+                    prefill.end()
+            return
+
+    def stop(self, request: str, answer: int) -> None:
+        """Ends one answer of a request; the others continue."""
+        link = self._at.get(request)
+        if link is not None and not link.lost:
+            link.send(StopAnswer(id=request, answer=answer))
+
+    def reset(self, why: str, *, weights_version: str = "") -> list[str]:
+        """Clears the caches of all instances, also of those that are restarting.
+
+        Returns the names of the ready ones.
+        """
+        self._resets += 1
+        self._weights_version = weights_version or self._weights_version
+        for link in self.ready:
+            self._reset(link, why, weights_version)
+        return [link.name for link in self.ready]
+
+    @property
+    def weights_version(self) -> str:
+        """The version that all instances are to have; empty if it has not changed."""
+        return self._weights_version
+
+    def weights_of(self, link: InstanceLink) -> str:
+        """The version of the weights of one instance."""
+        return self._holdings_of(link).config.model.weights_version
+
+    def want_weights(self, version: str) -> None:
+        """From now on instances are to load the weights of this version."""
+        self._weights_version, self.loads_weights = version, True
+
+    def note_weights(self, link: InstanceLink) -> None:
+        """An instance has loaded the wanted weights."""
+        self._change_weights(link, self._weights_version)
+
+    def _welcome(self, link: InstanceLink) -> None:
+        """Called when an instance is ready, before it gets any request."""
+        held = self._holdings_of(link)
+        if self._publisher is not None:
+            self._publisher.begin(link, lambda: held.config)
+        role = self._roles.get(link.name)
+        if role is not None and link.ready is not None and role != link.ready.role:
+            link.send(SetRole(role=role))
+        self._send_missed_resets(link)
+        self.on_ready(link)
+
+    def _send_missed_resets(self, link: InstanceLink) -> None:
+        known, version = self.weights_of(link), self._weights_version
+        # Weights from a checkpoint are loaded, not only renamed.
+        other = version if known != version and not self.loads_weights else ""
+        if other or self._reset_sent.get(link.name, 0) < self._resets:
+            self._reset(link, "it was away when the others were reset", other)
+
+    def _reset(self, link: InstanceLink, why: str, weights_version: str) -> None:
+        self._reset_sent[link.name] = self._resets
+        link.send(ResetCache(why=why, weights_version=weights_version))
+        if weights_version:
+            self._change_weights(link, weights_version)
+
+    def _change_weights(self, link: InstanceLink, version: str) -> None:
+        """An instance has other weights: pairs were opened for the old ones."""
+        self._holdings_of(link).change_weights(version)
+        self.pairs.close_pairs_of(link)
+
+    def _choose(self, prompt: PromptKeys, tried: set[InstanceLink]) -> _Route:
+        able = [link for link in self.answering if link not in tried]
+        if not able:
+            raise InstanceLost("no instance is ready")
+        worths = {link: self._worth_alone(link, prompt) for link in self.ready}
+        routes = [self._route(link, prompt, worths) for link in able]
+        # Twice: what is handed over and what is computed are counted separately.
+        least = max(route.worth for route in routes) - 2 * self.settings.equal_blocks
+        chosen = self._next_of(prompt, [each.decode for each in routes if each.worth >= least])
+        route = next(each for each in routes if each.decode is chosen)
+        if route.prefills:
+            return replace(route, prefills=[self._next_in_turn(route.prefills)])
+        return route
+
+    def _next_of(self, prompt: PromptKeys, links: list[InstanceLink]) -> InstanceLink:
+        """The one that had the last request with the same cache key, or the next in turn."""
+        affinity = prompt.affinity
+        if affinity is None:
+            return self._next_in_turn(links)
+        last = self._had_key.pop(affinity, None)
+        chosen = next((link for link in links if link.name == last), None)
+        self._had_key[affinity] = (chosen or self._next_in_turn(links)).name
+        if len(self._had_key) > CACHE_KEYS_MAX:
+            del self._had_key[next(iter(self._had_key))]
+        return next(link for link in links if link.name == self._had_key[affinity])
+
+    def _next_in_turn(self, links: list[InstanceLink]) -> InstanceLink:
+        chosen = min(links, key=lambda link: self._chosen.get(link, 0))
+        self._choices += 1
+        self._chosen[chosen] = self._choices
+        return chosen
+
+    def _route(
+        self, link: InstanceLink, prompt: PromptKeys, worths: dict[InstanceLink, float]
+    ) -> _Route:
+        """What it is worth to let an instance answer, and who may compute the prompt for it.
+
+        An instance that computes a prompt itself counts as both sides.
+        """
+        own = worths[link]
+        if self.role_of(link) == "both" or prompt.scored or self._has_enough(link, prompt):
+            return _Route(2 * own, link, [])
+        able = [each for each in self.prefilling if self._can_pair(each, link)]
+        if not able:
+            return _Route(2 * own - self.settings.computing_weight, link, [])
+        best = max(worths[each] for each in able)
+        equal = [each for each in able if worths[each] >= best - self.settings.equal_blocks]
+        return _Route(own + best, link, equal)
+
+    def another_prefill(
+        self, decode: InstanceLink, submit: ms.Submit, tried: set[InstanceLink]
+    ) -> InstanceLink | None:
+        """An instance that may compute a prompt in the place of those that could not."""
+        prompt = PromptKeys(submit)
+        able = [
+            link for link in self.prefilling if link not in tried and self._can_pair(link, decode)
+        ]
+        return max(able, key=lambda link: self._worth_alone(link, prompt), default=None)
+
+    def _can_pair(self, prefill: InstanceLink, decode: InstanceLink) -> bool:
+        same = self.weights_of(prefill) == self.weights_of(decode)
+        return same and self.pairs.can_use(prefill, decode)
+
+    def _has_enough(self, link: InstanceLink, prompt: PromptKeys) -> bool:
+        """Whether an instance lacks so little of a prompt that no other one computes it."""
+        held = self._holdings_of(link)
+        block_tokens = held.config.cache.block_tokens
+        cached = held.leading(prompt) * block_tokens
+        return prompt.token_count - cached <= (self.settings.handoff_tokens_min or block_tokens)
+
+    def note_failure(self, prefill: InstanceLink) -> None:
+        """A prefill instance did not compute a prompt that it was sent."""
+        if not prefill.lost:
+            times = self._failed.setdefault(prefill, deque(maxlen=FAILURES_KEPT))
+            times.append(asyncio.get_running_loop().time())
+
+    def _worth_alone(self, link: InstanceLink, prompt: PromptKeys) -> float:
+        weights, cached = self.settings, self._holdings_of(link).leading(prompt)
+        return (
+            weights.cached_weight * cached
+            - weights.load_weight * link.load
+            - weights.failed_weight * self._failures_of(link)
+        )
+
+    def _failures_of(self, link: InstanceLink) -> int:
+        """How many prompts an instance failed to compute lately."""
+        times = self._failed.get(link, deque())
+        since = asyncio.get_running_loop().time() - self.settings.failed_s
+        while times and times[0] < since:
+            times.popleft()
+        return len(times)
+
+    def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:
+        self._holdings_of(link).take(events)
+        if self._publisher is not None:
+            self._publisher.take(link, events)
+
+    def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
+        if link not in self._holdings:
+            assert link.ready is not None
+            # An instance elsewhere has its secret at a place of its own machine.
+            config = replace(link.ready.config, salt=self._salt)
+            self._holdings[link] = CachedBlocks(config)
+        return self._holdings[link]
+
+
+def is_usable(link: InstanceLink) -> bool:
+    """Whether an instance may get requests."""
+    return link.ready is not None and not link.leaving and not link.held_back
+
+
+def _ignore_ready(_link: InstanceLink) -> None:
+    pass
