@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.inproc import InprocFabric
 from penstock.errors import UnavailableError
 from penstock.testing.data_transport_suite import DataTransportSuite
 from penstock.testing.writer_process import LocalWriter, ProcessWriter, SuiteWriter
-from penstock.transport.inproc import InprocFabric
 from penstock.transport.shared_memory import SharedTarget
 
 if TYPE_CHECKING:
-    from penstock.transport.inproc import InprocLink
+    from lab.fixtures.inproc import InprocLink
     from penstock.transport.remote import Target
 
 

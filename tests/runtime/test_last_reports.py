@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.inproc import channel_pair
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.runtime.rank import STEP_BUDGET_BYTES, serve
-from penstock.transport.inproc import channel_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

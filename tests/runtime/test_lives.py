@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.inproc import channel_pair
 from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import Plan, decode_plan, decode_report, encode_plan
 from penstock.runtime.rank_facts import TierFacts
 from penstock.transport.base import ReceivedFrame
-from penstock.transport.inproc import channel_pair
 from penstock.vocabulary.checksums import Algorithm
 
 RANKS = 2

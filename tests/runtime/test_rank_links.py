@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
 from penstock.cache.operations import BlockFault, Outcome
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
@@ -20,7 +21,6 @@ from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank import serve, take_plans
 from penstock.runtime.rank_links import ASK_S, GRACE_S, meet, send_all
 from penstock.transport.base import ChannelClosed, Empty, ReceivedFrame
-from penstock.transport.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Fleet, MakeFleet

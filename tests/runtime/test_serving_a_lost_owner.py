@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import penstock
+from lab.fixtures.inproc import channel_pair
 from penstock.runtime.rank import serve
-from penstock.transport.inproc import channel_pair
 
 if TYPE_CHECKING:
     import pytest

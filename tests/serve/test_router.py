@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lab.fixtures.inproc import InprocChannel, channel_pair
 from penstock.config import parse_config
 from penstock.machine.kv_events import AllCleared, BlocksStored
 from penstock.transport.base import ReceivedFrame
-from penstock.transport.inproc import InprocChannel, channel_pair
 from penstock_serve.engine import messages as ms
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.router import Router

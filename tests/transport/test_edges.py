@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.inproc import InprocFabric
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, send_until_full, soon
 from penstock.testing.peer_process import peer_process
 from penstock.transport.base import BacklogError, Empty
-from penstock.transport.inproc import InprocFabric
 from penstock.transport.remote import Fenced, Span, WriteDone
 from penstock.transport.shared_memory import SharedTarget, _map, connect_shared
 from penstock.transport.waiting import wait_readable

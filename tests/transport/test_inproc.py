@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lab.fixtures.inproc import InprocChannel, channel_pair
 from penstock.transport.base import ChannelFailed, Empty, ReceivedFrame
-from penstock.transport.inproc import InprocChannel, channel_pair
 from tests.descriptors import open_descriptors
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.inproc import InprocFabric
 from penstock.errors import UnavailableError
-from penstock.transport.inproc import InprocFabric
 from penstock.transport.remote import Span, WriteDone
 from penstock.transport.shared_memory import SharedTarget, connect_shared
 

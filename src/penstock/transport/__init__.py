@@ -7,7 +7,6 @@ Public:
 - `machine_keys.MachineKeys`: who may connect from other machines
 - `remote`: what a data transport does; `handoff/transports.py` says which ones there are
 - `shared_memory.SharedTarget`, `shared_memory.connect_shared`: the data transport between processes
-- `inproc`: both inside one process
 - `private_folder`: where sockets of one user lie
 - `event_sockets`: numbered messages for anybody who subscribes
 - `packets`: frames with descriptors over Unix sockets

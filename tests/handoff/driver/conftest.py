@@ -16,19 +16,19 @@ from lab.fixtures.handoff_pair import (
     keys_of,
     layouts_of,
 )
+from lab.fixtures.inproc import InprocFabric
+from lab.fixtures.switchboard import Switchboard
 from penstock.handoff.driver.array_parts import ArrayReader, ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
-from penstock.handoff.driver.lines import Switchboard
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
-from penstock.transport.inproc import InprocFabric
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.handoff.driver.lines import InprocLines
+    from lab.fixtures.switchboard import InprocLines
     from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.driver.progress import LayerEvents
     from penstock.handoff.protocol.effects import HandoffEnded

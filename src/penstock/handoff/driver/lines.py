@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.protocol.states import Role
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
-from penstock.transport.inproc import channel_pair
 from penstock.transport.zeromq import Listener, dial
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.shared_listener import ListenerShare, SharedListener
     from penstock.transport.base import Waitable
-    from penstock.transport.inproc import InprocChannel
     from penstock.transport.machine_keys import Secret
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.transport.zmq_link import ChannelSettings
@@ -342,96 +340,3 @@ def zmq_lines(
         listener=listener,
         answer_names=directory.answer_names,
     )
-
-
-class Switchboard:
-    """Connects parties of one process: for tests, simulators, and engines whose ranks share one.
-
-        board = Switchboard()
-        lines = board.join("decode/0", ["decode", "prefill/0"])
-
-    A party that joins under a name that is taken begins another life: the lines of the earlier one
-    end, and as between processes, what was sent to one life does not reach the next. No clock is
-    read.
-    """
-
-    def __init__(self) -> None:
-        self._parties: dict[str, InprocLines] = {}
-
-    def join(self, name: str, peers: Sequence[str]) -> InprocLines:
-        """The lines of a party to those of its peers that are here, now or later."""
-        earlier = self._parties.get(name)
-        if earlier is not None:
-            earlier.close()
-        lines = InprocLines(name, peers)
-        self._parties[name] = lines
-        for peer in peers:
-            other = self._parties.get(peer)
-            if other is not None and name in other.peers:
-                here, there = channel_pair(name, peer)
-                lines.connect(peer, here)
-                other.connect(name, there)
-        return lines
-
-
-class InprocLines:
-    """The lines of one party; see `Lines`."""
-
-    def __init__(self, name: str, peers: Sequence[str]) -> None:
-        self.name = name
-        self.peers = frozenset(peers)
-        self._channels: dict[str, InprocChannel] = {}
-        self._opened: list[str] = []
-
-    def connect(self, peer: str, channel: InprocChannel) -> None:
-        """Takes a line to a peer, in the place of an earlier one."""
-        earlier = self._channels.pop(peer, None)
-        if earlier is not None:
-            earlier.close()
-        self._channels[peer] = channel
-        self._opened.append(peer)
-
-    def send(self, name: str, frame: bytes) -> bool:
-        channel = self._channels.get(name)
-        try:
-            if channel is not None:
-                channel.send(frame)
-        except (UnavailableError, CapacityError):
-            return False
-        return channel is not None
-
-    def receive(self) -> list[LineFrame]:
-        found: list[LineFrame] = []
-        for name, channel in list(self._channels.items()):
-            for _ in range(FRAMES_A_LINE):
-                match channel.receive():
-                    case ReceivedFrame(frame):
-                        found.append(LineFrame(name, frame))
-                    case Empty():
-                        break
-                    case _:
-                        self._channels.pop(name).close()
-                        break
-        return found
-
-    def opened(self) -> list[str]:
-        found, self._opened = self._opened, []
-        return found
-
-    @property
-    def waitables(self) -> Sequence[Waitable]:
-        return list(self._channels.values())
-
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """None but those of the channels."""
-        return ()
-
-    def next_deadline(self) -> float | None:
-        """There is nothing to watch the clock for."""
-        return None
-
-    def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
