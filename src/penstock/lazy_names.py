@@ -26,8 +26,7 @@ def homes_of(listing: str) -> dict[str, str]:
 def load_name(listing: str, name: str) -> object:
     """What a name in a list stands for.
 
-    Raises:
-        AttributeError: it is not in the list.
+    Raises `AttributeError`: it is not in the list.
     """
     home = homes_of(listing).get(name)
     if home is None:

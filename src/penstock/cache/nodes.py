@@ -153,8 +153,7 @@ class NodeTable:
     def key_of(self, node: int) -> Key:
         """The key of a node.
 
-        Raises:
-            InvariantViolation: there is no such node.
+        Raises `InvariantViolation`: there is no such node.
         """
         key = self.keys[node]
         if key is None:
@@ -164,8 +163,7 @@ class NodeTable:
     def keys_of(self, nodes: Sequence[int]) -> list[Key]:
         """The keys of nodes.
 
-        Raises:
-            InvariantViolation: one of them is not known.
+        Raises `InvariantViolation`: one of them is not known.
         """
         keys = list(map(self.keys.__getitem__, nodes))
         if None in keys:

@@ -172,12 +172,7 @@ STALL_SHARE_MAX = 0.05
 def stall_s(arrivals_s: Sequence[float], needs_s: Sequence[float]) -> float:
     """How long a step that begins now waits for its layers, all in all.
 
-    Args:
-        arrivals_s: In how many seconds each layer is there; 0 if it is.
-        needs_s: How long after its beginning the step, if it never waits, needs each layer.
-
-    Raises:
-        ValueError: the two differ in length.
+    Raises `ValueError`: the two differ in length.
     """
     if len(arrivals_s) != len(needs_s):
         raise ValueError(f"{len(arrivals_s)} layers arrive, {len(needs_s)} are needed")
@@ -195,8 +190,7 @@ def joins_step(
 ) -> bool:
     """Whether the step would wait for at most `stall_share_max` of its own length.
 
-    Raises:
-        ValueError: `step_s` is not positive, or the layers do not match.
+    Raises `ValueError`: `step_s` is not positive, or the layers do not match.
     """
     if not step_s > 0:
         raise ValueError(f"step_s is {step_s}, must be more than 0")

@@ -80,8 +80,7 @@ def store(
 def stored_tiers_of(config: Path | None) -> StoreConfig:
     """The stored tiers of a configuration.
 
-    Raises:
-        ConfigError: there is no file, or no such tier in it.
+    Raises `ConfigError`: there is no file, or no such tier in it.
     """
     if config is None:
         raise ConfigError("--config", "is missing, must be a file with a stored tier")

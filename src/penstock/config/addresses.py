@@ -24,12 +24,7 @@ ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 def require_address(key: str, address: str) -> tuple[str, int]:
     """Host and port of an address that others dial.
 
-    Args:
-        key: what the setting is called.
-        address: the setting.
-
-    Raises:
-        ConfigError: it cannot be dialled.
+    Raises `ConfigError`: it cannot be dialled.
     """
     found = _ADDRESS.fullmatch(address)
     host, port = (found["host"], int(found["port"])) if found else ("", 0)
@@ -45,8 +40,7 @@ def require_address(key: str, address: str) -> tuple[str, int]:
 def require_host(key: str, host: str) -> None:
     """Refuses what is neither an IP address nor can be the name of a host.
 
-    Raises:
-        ConfigError: names `key`.
+    Raises `ConfigError`: names `key`.
     """
     try:
         ip_address(host)
@@ -63,8 +57,7 @@ def require_host(key: str, host: str) -> None:
 def require_name(key: str, name: str) -> None:
     """Refuses what cannot be the name of a host.
 
-    Raises:
-        ConfigError: names `key`.
+    Raises `ConfigError`: names `key`.
     """
     if len(name) > HOST_NAME_MAX or _HOST_NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -77,8 +70,7 @@ def require_name(key: str, name: str) -> None:
 def require_socket(key: str, host: str) -> None:
     """Refuses what is not `unix:` and the absolute path of a socket.
 
-    Raises:
-        ConfigError: names `key`.
+    Raises `ConfigError`: names `key`.
     """
     path = host.removeprefix(UNIX)
     # Before it is encoded: what is no text cannot be.
@@ -94,8 +86,7 @@ def require_socket(key: str, host: str) -> None:
 def port_range(ports: str) -> range:
     """The ports that a process may listen on; empty: any.
 
-    Raises:
-        ConfigError: it is neither a port nor a range of them.
+    Raises `ConfigError`: it is neither a port nor a range of them.
     """
     first, dash, last = ports.partition("-")
     texts = (first, last) if dash else (first, first)

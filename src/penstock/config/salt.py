@@ -30,8 +30,7 @@ _TENANTS_KEPT = 1_024
 def require_salt(place: object, *, algorithm: str) -> None:
     """Refuses what names no place of a secret, or would not keep it; empty: there is none.
 
-    Raises:
-        ConfigError: it does not show the value, which may be the secret itself.
+    Raises `ConfigError`: it does not show the value, which may be the secret itself.
     """
     if place and not (isinstance(place, str) and _PLACE.fullmatch(place)):
         said = f"{len(place)} characters" if isinstance(place, str) else type(place).__name__
@@ -52,8 +51,7 @@ def require_salt(place: object, *, algorithm: str) -> None:
 def salted_tenant(place: str, tenant: str) -> str:
     """The tenant as the namespace of keys has it: only who knows the secret can compute it.
 
-    Raises:
-        ConfigError: the secret cannot be read, or is too short.
+    Raises `ConfigError`: the secret cannot be read, or is too short.
     """
     message = frame(SALT_DOMAIN) + frame(tenant.encode("utf-8"))
     return f"salted:{hmac.digest(_secret(place), message, hashlib.sha256).hex()}"

@@ -83,8 +83,7 @@ class Secret:
     def read(self) -> str:
         """The secret, without the line end that editors put behind it.
 
-        Raises:
-            ConfigError: it is not there; the message says where, never what.
+        Raises `ConfigError`: it is not there; the message says where, never what.
         """
         if self.variable:
             found = os.environ.get(self.variable, "")

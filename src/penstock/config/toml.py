@@ -68,8 +68,7 @@ Settings = TypeVar("Settings")
 def load_config(path: str | Path) -> Config:
     """Reads a configuration file.
 
-    Raises:
-        ConfigError: the file cannot be read, or `parse_config` refuses what it says.
+    Raises `ConfigError`: the file cannot be read, or `parse_config` refuses what it says.
     """
     return parse_config(_read_file(path), source=str(path))
 
@@ -77,8 +76,7 @@ def load_config(path: str | Path) -> Config:
 def load_completed(path: str | Path, complete: Callable[[dict[str, object]], None]) -> Config:
     """Reads a configuration file that may leave out what `complete` adds to its document.
 
-    Raises:
-        ConfigError: as `load_config`.
+    Raises `ConfigError`: as `load_config`.
     """
     text = _read_file(path)
     try:
@@ -107,12 +105,7 @@ def _read_file(path: str | Path) -> str:
 def parse_config(text: str, *, source: str = "") -> Config:
     """Reads a configuration from its text.
 
-    Args:
-        text: the TOML document.
-        source: where it came from; every refusal begins with it.
-
-    Raises:
-        ConfigError: the text is not TOML, or says something that has no meaning here.
+    Raises `ConfigError`: the text is not TOML, or says something that has no meaning here.
     """
     if not isinstance(text, str):
         raise ConfigError("text", f"is {reprlib.repr(text)}, must be a TOML document, as a str")

@@ -55,8 +55,7 @@ TRANSPORTS: dict[str, DataTransport] = {
 def transport_named(name: str, *, place: str = "transport") -> DataTransport:
     """The data transport with this name: a built-in one, or that of an entry point.
 
-    Raises:
-        ConfigError: there is none, or its entry point is broken; `place` is the setting.
+    Raises `ConfigError`: there is none, or its entry point is broken; `place` is the setting.
     """
     found = TRANSPORTS.get(name) or OTHER_TRANSPORTS.find(name, place)
     if found is None:
@@ -73,14 +72,7 @@ def choose_transport(name: str, addresses: Sequence[str], *, place: str = "trans
     | `auto` | all at `ipc` or loopback addresses, or at one host  | `shared_memory` |
     | `auto` | at several hosts                                    | `nixl`          |
     | other  | anywhere                                            | `name`          |
-
-    Args:
-        name: what the configuration says.
-        addresses: of all parties of both engines that listen.
-        place: the setting.
-
-    Raises:
-        ConfigError: there is no such transport; or `auto` needs NIXL, which is not installed.
+    Raises `ConfigError`: there is no such transport; or `auto` needs NIXL, which is not installed.
     """
     if name != AUTO:
         transport_named(name, place=place)

@@ -55,8 +55,7 @@ _RUNNING, _ENDING = OperationState.RUNNING, OperationState.ENDING
 def audit(books: Books) -> None:
     """Checks everything.
 
-    Raises:
-        InvariantViolation: something does not add up.
+    Raises `InvariantViolation`: something does not add up.
     """
     if books.agenda:
         _fail(books, "the agenda is not empty between events")

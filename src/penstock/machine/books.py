@@ -180,14 +180,7 @@ class Weights:
     def change(
         self, before: str, after: str, contents: Iterable[int], lower: Sequence[Tier]
     ) -> None:
-        """New nodes are of other weights from now on; those in lower tiers keep theirs.
-
-        Args:
-            before: The version of now, of which these `contents` are known.
-            after: The new version.
-            contents: First blocks by their tokens.
-            lower: The tiers below the device.
-        """
+        """New nodes are of other weights from now on; those in lower tiers keep theirs."""
         numbers = self._numbers
         numbers.setdefault(before, self._nodes.weights_now)
         if after not in numbers:
@@ -311,8 +304,7 @@ class Books:
     def lease(self, lease_id: LeaseId) -> LeaseRecord:
         """A lease that has not ended.
 
-        Raises:
-            LeaseError: it has, or never was.
+        Raises `LeaseError`: it has, or never was.
         """
         lease = self.leases.get(lease_id)
         if lease is None:

@@ -185,9 +185,8 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
 def resize(books: Books, event: ResizeTier, now: float) -> Tier:
     """Changes how many slots of a tier in memory may be used, or blocks of a store be known.
 
-    Raises:
-        ConfigError: watermarks or quotas of such a tier would never let it fill.
-        ValueError: a tier in memory never had so many slots, or a stored one already knows of more.
+    Raises `ConfigError`: watermarks or quotas of such a tier would never let it fill; `ValueError`:
+    a tier in memory never had so many slots, or a stored one already knows of more.
     """
     tier = _lower_tier(books, event.tier)
     pool = tier.pool

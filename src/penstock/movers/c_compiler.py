@@ -42,8 +42,7 @@ def cache_folder() -> Path | None:
 def compiled(name: str, text: bytes, folder: Path) -> Path:
     """The shared object made of a source, from the folder if it is there.
 
-    Raises:
-        UnavailableError: there is no C compiler, or it failed.
+    Raises `UnavailableError`: there is no C compiler, or it failed.
     """
     named_by = hashlib.sha256(b"\0".join((text, " ".join(_FLAGS).encode())))
     made = folder / f"{name}-{platform.machine()}-{named_by.hexdigest()[:32]}.so"

@@ -210,14 +210,7 @@ class Packing:
         memory: NDArray[np.uint8],
         places: NDArray[np.int64] | None = None,
     ) -> NDArray[np.uint64]:
-        """Packs blocks into `memory`; returns their cell sums, of shape [blocks, cells].
-
-        Args:
-            slots: The slots of the blocks.
-            seeds: The seeds of their keys.
-            memory: Gets the packed blocks.
-            places: Where each begins in `memory`; by default one after the other.
-        """
+        """Packs blocks into `memory`; returns their cell sums, of shape [blocks, cells]."""
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.empty((len(numbers), self.cell_count), dtype=np.uint64)
         self.library.pack(
@@ -238,13 +231,6 @@ class Packing:
         """Unpacks blocks one after the other; returns the number of the first corrupt one.
 
         It and those after it are not unpacked. Each byte of `memory` is read once.
-
-        Args:
-            memory: The packed blocks.
-            seeds: The seeds of their keys.
-            expected: Their cell sums, of shape [blocks, cells].
-            slots: Where they go.
-            places: Where each begins in `memory`; by default one after the other.
         """
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.ascontiguousarray(expected, dtype=np.uint64)
@@ -264,14 +250,7 @@ class Packing:
     def job_of_put_away(
         self, memory: NDArray[np.uint8], table: BlockTable, sums: bytes, room: JobRoom
     ) -> tuple[int | bytes, ...]:
-        """The arguments of the compiled function for a thread, all of which the caller keeps.
-
-        Args:
-            memory: The packed blocks, one after the other.
-            table: Where they go, and the seeds of their keys.
-            sums: Their cell sums, as a notice brings them: eight bytes each, little-endian.
-            room: Memory of the thread that makes the call.
-        """
+        """The arguments of the compiled function for a thread, all of which the caller keeps."""
         count, size = len(table.slots), self.block_bytes
         if len(memory) != count * size or not memory.flags.c_contiguous:
             raise ValueError(
@@ -359,14 +338,7 @@ class PackedSums:
         keys: Sequence[bytes],
         salts: tuple[int, int],
     ) -> NDArray[np.uint64]:
-        """The sums under both salts, of shape [2, blocks, cells].
-
-        Args:
-            memory: What the blocks lie in.
-            places: Where each begins in it.
-            keys: The key of each.
-            salts: Of the two sets of sums.
-        """
+        """The sums under both salts, of shape [2, blocks, cells]."""
         count = len(keys)
         if len(places) != count:
             raise ValueError(f"{len(places)} places and {count} keys, must be as many")

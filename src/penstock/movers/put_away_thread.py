@@ -78,17 +78,7 @@ class PutAwayThread:
 
         It is called for every part that arrives, in the engine's thread: what many parts have in
         common is made once.
-
-        Args:
-            packing: of the blocks.
-            memory: the packed blocks, one after the other.
-            keys: of the blocks.
-            sums: of their cells, as the notice of a part has them.
-            slots: where they go.
-
-        Raises:
-            ValueError: sizes do not fit.
-            UnavailableError: the system gives no thread.
+        Raises `ValueError`: sizes do not fit; `UnavailableError`: the system gives no thread.
         """
         table = block_table(keys, slots)
         sizes = packing.block_bytes, packing.cell_count

@@ -63,8 +63,7 @@ MOVERS: dict[tuple[str, str], Callable[[SlotStore, SlotStore, Algorithm], Mover]
 def mover_between(source: SlotStore, target: SlotStore, algorithm: Algorithm) -> Mover:
     """The mover from one tier to another.
 
-    Raises:
-        ConfigError: nothing connects the two.
+    Raises `ConfigError`: nothing connects the two.
     """
     make = MOVERS.get((source.medium, target.medium))
     if make is None:

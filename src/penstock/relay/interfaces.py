@@ -54,8 +54,7 @@ _RECEIVE_BYTES = 1 << 16
 def ucx_environment(addresses: HandoffAddresses) -> Environment:
     """What keeps UCX to the interface of these addresses; an operator's own choice is left alone.
 
-    Raises:
-        UnavailableError: they belong to no interface of this machine.
+    Raises `UnavailableError`: they belong to no interface of this machine.
     """
     own = [each for each in addresses.own if each]
     if DEVICES in os.environ or (own[:1] and host_of(own[0]) in EVERYWHERE):

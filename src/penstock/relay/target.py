@@ -107,8 +107,7 @@ class NixlTarget:
     def open_area(self, peer: str, size: int) -> NixlArea:
         """Memory for one writer; that of an area that was freed, if there is any.
 
-        Raises:
-            UnavailableError: there is no relay at the moment.
+        Raises `UnavailableError`: there is no relay at the moment.
         """
         arena = self._arenas.take(size)
         try:

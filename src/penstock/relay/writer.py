@@ -79,9 +79,8 @@ class NixlWriter:
     def connect(self, description: bytes) -> NixlLink:
         """A link to the area that a target described.
 
-        Raises:
-            ValueError: it is not a description of such an area.
-            UnavailableError: there is no relay at the moment.
+        Raises `ValueError`: it is not a description of such an area; `UnavailableError`: there is
+        no relay at the moment.
         """
         found = decode_description(description)
         self._links = [link for link in self._links if not link.closed]

@@ -120,8 +120,7 @@ class _Work(NamedTuple):
 def cells_of(settings: PlanSettings) -> list[PlanCell]:
     """The configurations of a plan, small ones first.
 
-    Raises:
-        ConfigError: there is none: a disk needs a host tier above it.
+    Raises `ConfigError`: there is none: a disk needs a host tier above it.
     """
     cells = [
         PlanCell(policy=policy, host_gib=host, disk_gib=disk)
@@ -161,9 +160,8 @@ class Planner:
     def run(self) -> CachePlan:
         """Does all the work.
 
-        Raises:
-            ConfigError: the trace cannot be read, or none of its requests fits on the device.
-            UnavailableError: a process was killed.
+        Raises `ConfigError`: the trace cannot be read, or none of its requests fits on the device;
+        `UnavailableError`: a process was killed.
         """
         settings = self._settings
         sizes = self._bound_sizes()

@@ -79,13 +79,7 @@ def useful_blocks(request: TraceRequest, block_tokens: int) -> int:
 def sized_cache(config: Config, *, token_bytes: int = 0, device_blocks: int = 0) -> CacheSettings:
     """The settings of the cache that a configuration describes, with every tier in blocks.
 
-    Args:
-        config: what `penstock serve` or a connector would be given.
-        token_bytes: the KV of a token on one rank; 0: not known.
-        device_blocks: the device's blocks, where the engine manages them itself.
-
-    Raises:
-        ConfigError: the size of a tier is not known, or has no room for a block.
+    Raises `ConfigError`: the size of a tier is not known, or has no room for a block.
     """
     cache = config.cache
     block_bytes = token_bytes * cache.block_tokens

@@ -164,9 +164,7 @@ class CopyExecutor:
 
         Where the CPU has copies to make there is nothing to wait for: True at once. At
         `deadline`, on the monotonic clock, it is True as well: copies are under way.
-
-        Raises:
-            UnavailableError: the device has ended none of them for `device_wait_s`.
+        Raises `UnavailableError`: the device has ended none of them for `device_wait_s`.
         """
         busy = [state for state in self._states if state.mover.busy]
         waiting = [state.device for state in busy if state.device is not None]
@@ -177,9 +175,8 @@ class CopyExecutor:
     def fence(self) -> list[Moved]:
         """Abandons every copy and waits until none touches a slot any more.
 
-        Raises:
-            UnavailableError: the device has ended none of them for `device_wait_s`: they may
-                still touch their slots.
+        Raises `UnavailableError`: the device has ended none of them for `device_wait_s`: they may
+        still touch their slots.
         """
         moved: list[Moved] = []
         for operation in list(self._mover_of):
@@ -239,8 +236,7 @@ class CopyExecutor:
     def take_again(self) -> None:
         """Takes memory again that a device gave back; other memory comes when it is used.
 
-        Raises:
-            UnavailableError: there is none; may be called again.
+        Raises `UnavailableError`: there is none; may be called again.
         """
         device: object = self.stores[DEVICE]
         if isinstance(device, SleepsAndWakes):
@@ -249,9 +245,8 @@ class CopyExecutor:
     def close(self) -> None:
         """Fences, then gives movers and tiers back. Once closed it stays so.
 
-        Raises:
-            UnavailableError: the device does not end its copies. Nothing is given back: they
-                may still touch it.
+        Raises `UnavailableError`: the device does not end its copies. Nothing is given back: they
+        may still touch it.
         """
         self.fence()
         for each in (*self._movers.values(), *self.stores):

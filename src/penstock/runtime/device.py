@@ -51,9 +51,8 @@ _MOVERS_OF_GPUS = "penstock.movers.cuda.device"
 def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTier, Algorithm]:
     """The device tier over the engine's memory.
 
-    Raises:
-        ConfigError: the configuration does not fit the memory.
-        ValueError: the memory cannot be used, or does not fit the layout.
+    Raises `ConfigError`: the configuration does not fit the memory; `ValueError`: the memory cannot
+    be used, or does not fit the layout.
     """
     tier = memory_tier(
         kv,
@@ -105,9 +104,7 @@ def _require_kv_dtype(config: Config, kv: object, layout: Layout | None) -> None
     """Keys name the element type of the KV: a wrong name would be found by another engine.
 
     Whoever describes tensors as a tier says the type there.
-
-    Raises:
-        ConfigError: `model.kv_dtype` is not the type of what is in `kv`.
+    Raises `ConfigError`: `model.kv_dtype` is not the type of what is in `kv`.
     """
     named = config.model.kv_dtype
     if not named:
@@ -153,8 +150,7 @@ def memory_tier(
 ) -> DeviceTier:
     """The tier over the engine's memory, whatever kind of memory it is.
 
-    Raises:
-        ValueError: the memory cannot be used, or does not fit the layout.
+    Raises `ValueError`: the memory cannot be used, or does not fit the layout.
     """
     if kv is None:
         raise ValueError(

@@ -165,8 +165,7 @@ class Driver:
     def as_time(self, name: str, value: object) -> float:
         """A time on the machine's clock that a caller has given.
 
-        Raises:
-            ValueError: it is none, or is from long before the cache was opened.
+        Raises `ValueError`: it is none, or is from long before the cache was opened.
         """
         now = self._clock()
         if self._opened_at is None:
@@ -246,12 +245,7 @@ class Driver:
         return effects
 
     def change_weights(self, config: Config, *, before: str) -> list[ef.Effect]:
-        """From now on blocks of other weights are meant, here and in the store.
-
-        Args:
-            config: With the version that the weights have now.
-            before: The version that they had.
-        """
+        """From now on blocks of other weights are meant, here and in the store."""
         # What eviction policies have learned is kept: it is of the traffic, which goes on.
         effects = self.handle(ChangeWeights(before=before, after=config.model.weights_version))
         if self.stored is not None:
@@ -305,8 +299,7 @@ class Driver:
     def take_reports(self, reports: Sequence[CopyReport | LostRank]) -> list[ef.Effect]:
         """Takes what a rank has reported.
 
-        Raises:
-            PeerError: it names blocks that an operation does not have; nothing was changed.
+        Raises `PeerError`: it names blocks that an operation does not have; nothing was changed.
         """
         for each in reports:
             if isinstance(each, CopyReport):
@@ -319,8 +312,7 @@ class Driver:
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
         """Waits until there is something to do, or until `deadline`: then False.
 
-        Raises:
-            UnavailableError: the device does not end its copies; `health` says so from now on.
+        Raises `UnavailableError`: the device does not end its copies; `health` says so from now on.
         """
         if self.stored is not None:
             self.stored.dispatch()  # What was ordered since the last step is waited for, too.

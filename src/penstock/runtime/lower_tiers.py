@@ -70,19 +70,8 @@ def build_lower_tiers(
 ) -> LowerTiers:
     """Makes the tiers below a device with this layout, on the machine that `kernel` speaks for.
 
-    Args:
-        config: What is wanted.
-        layout: The blocks on the device.
-        kernel: What is asked of the machine.
-        arenas: Descriptors of host tiers that exist already, by name: they are attached.
-        writes: Without it the hub is mapped read-only, and nothing is made below it: another
-            rank carries blocks between the hub and the tiers below.
-        kept: What an earlier life of the rank left; host tiers that are not in `arenas` are
-            mapped again, or made and kept.
-
-    Raises:
-        ConfigError: a tier does not fit the blocks or the machine, or `arenas` names no host tier.
-        UnavailableError: the machine does not give a required tier the memory it needs.
+    Raises `ConfigError`: a tier does not fit the blocks or the machine, or `arenas` names no host
+    tier; `UnavailableError`: the machine does not give a required tier the memory it needs.
     """
     arenas = dict(arenas or {})
     orders = [

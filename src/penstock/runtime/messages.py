@@ -148,8 +148,7 @@ _reports = frames_of(b"R", "a report", msgspec.msgpack.Decoder(_ReportRow))
 def encode_plan(plan: Plan) -> bytes:
     """A plan as bytes.
 
-    Raises:
-        ValueError: it is longer than `MESSAGE_BYTES_MAX`.
+    Raises `ValueError`: it is longer than `MESSAGE_BYTES_MAX`.
     """
     row = _PlanRow(
         plan.incarnation,
@@ -165,8 +164,7 @@ def encode_plan(plan: Plan) -> bytes:
 def decode_plan(message: bytes) -> Plan:
     """The plan that a message says.
 
-    Raises:
-        PeerError: the message is not a plan.
+    Raises `PeerError`: the message is not a plan.
     """
     row = _plans.decode(message)
     return Plan(
@@ -191,8 +189,7 @@ def copy_bytes(copy: Copy) -> int:
 def encode_report(report: RankReport) -> bytes:
     """A report as bytes.
 
-    Raises:
-        ValueError: it is longer than `MESSAGE_BYTES_MAX`.
+    Raises `ValueError`: it is longer than `MESSAGE_BYTES_MAX`.
     """
     moved = [
         _MovedRow(
@@ -210,8 +207,7 @@ def encode_report(report: RankReport) -> bytes:
 def decode_report(message: bytes) -> RankReport:
     """The report that a message says.
 
-    Raises:
-        PeerError: the message is not a report.
+    Raises `PeerError`: the message is not a report.
     """
     row = _reports.decode(message)
     moved = [

@@ -100,8 +100,7 @@ class RankLinks(Protocol):
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Waits until there is something to do, or until `deadline`: then False.
 
-        Raises:
-            UnavailableError: the device in this process does not end its copies.
+        Raises `UnavailableError`: the device in this process does not end its copies.
         """
         ...
 
@@ -117,9 +116,8 @@ class RankLinks(Protocol):
     def release(self) -> None:
         """Gives back memory and channels.
 
-        Raises:
-            UnavailableError: the device in this process does not end its copies, which may still
-                touch the memory: nothing is given back.
+        Raises `UnavailableError`: the device in this process does not end its copies, which may
+        still touch the memory: nothing is given back.
         """
         ...
 
@@ -163,8 +161,7 @@ class LocalLink:
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Returns at once where the CPU has copies to make; else waits for device or descriptors.
 
-        Raises:
-            UnavailableError: the device does not end its copies.
+        Raises `UnavailableError`: the device does not end its copies.
         """
         if self.executor.wait(deadline):
             return True
@@ -390,9 +387,8 @@ class _Link:
 def meet(channel: Channel, *, deadline: float) -> RankFacts:
     """Receives the facts of the rank at the other end of a channel.
 
-    Raises:
-        PeerError: the rank sent something else.
-        UnavailableError: nothing came before `deadline`, or the rank is gone.
+    Raises `PeerError`: the rank sent something else; `UnavailableError`: nothing came before
+    `deadline`, or the rank is gone.
     """
     match channel.receive(deadline=deadline):
         case ReceivedFrame(frame):
@@ -490,8 +486,7 @@ class Acknowledgements:
     def begin_life(self, facts: RankFacts) -> None:
         """From now on this life of the rank counts.
 
-        Raises:
-            PeerError: it is a life that was lost: copies of that life may still be under way.
+        Raises `PeerError`: it is a life that was lost: copies of that life may still be under way.
         """
         rank, life = facts.rank, facts.life
         if life == self._life[rank] or life in self._earlier[rank]:
@@ -507,8 +502,8 @@ class Acknowledgements:
     def read(self, message: bytes) -> list[CopyReport | LostRank]:
         """What a report means for the owner.
 
-        Raises:
-            PeerError: it is not a report, or is meant for another owner, or names an unknown rank.
+        Raises `PeerError`: it is not a report, or is meant for another owner, or names an unknown
+        rank.
         """
         report = decode_report(message)
         if report.incarnation != self.incarnation:

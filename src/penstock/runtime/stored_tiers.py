@@ -353,14 +353,7 @@ class StoredTiers:
             self.link.void(tier)
 
     def resize(self, tier: int, size_bytes: int, *, grows_to: int = 0) -> None:
-        """Changes the room of a tier, for all engines that share it: see `resizes`.
-
-        Args:
-            tier: Its index.
-            size_bytes: The room that it shall have.
-            grows_to: How many blocks the cache shall be able to know of once the tier has it, if
-                that is more than now.
-        """
+        """Changes the room of a tier, for all engines that share it: see `resizes`."""
         self.resizes[tier] = None
         self._growths[tier, size_bytes] = grows_to
         self.link.resize(tier, size_bytes)

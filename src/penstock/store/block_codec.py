@@ -48,12 +48,7 @@ def choose_item_bytes(block: bytes | memoryview) -> int:
 
 
 def encode_block(block: bytes | memoryview, *, item_bytes: int) -> bytes | None:
-    """The block in fewer bytes; `None` if that cannot be.
-
-    Args:
-        block: Packed numbers.
-        item_bytes: Of a number: 2 for bfloat16, 1 for fp8. Another number costs size only.
-    """
+    """The block in fewer bytes; `None` if that cannot be."""
     as_int("item_bytes", item_bytes, 1, ITEM_BYTES_MAX)
     raw = np.frombuffer(block, dtype=np.uint8)
     count = len(raw) // item_bytes
@@ -71,8 +66,7 @@ def encode_block(block: bytes | memoryview, *, item_bytes: int) -> bytes | None:
 def decode_block(encoded: bytes | memoryview, target: memoryview) -> None:
     """Writes the block that `encode_block` was given into `target`, which has its length.
 
-    Raises:
-        ValueError: it is no block of that length; `target` may have been written.
+    Raises `ValueError`: it is no block of that length; `target` may have been written.
     """
     stored = memoryview(encoded)
     out = np.frombuffer(target, dtype=np.uint8)

@@ -75,22 +75,8 @@ class DiskTier:
     ) -> None:
         """Takes the folder, reads the tables that are there, and begins to find their blocks.
 
-        Args:
-            folder: Of this tier alone; made if it is not there.
-            size_bytes: What all segments may take; `resize` changes it.
-            threads: For I/O.
-            queue_bytes: Saves in hand beyond it are dropped.
-            cipher: Encrypts blocks; segments of another key are left alone.
-            ignore_other_versions: Whether segments of another format version are reclaimed.
-            direct: Whether to use direct I/O, where the file system has it.
-            retry_s: After which time a tier that is off is tried again, the first time.
-            calls: What is asked of the kernel.
-            stepped: Whether a simulator takes the steps of `DiskThreads`, and no thread does.
-
-        Raises:
-            ConfigError: a segment is of another version.
-            UnavailableError: the folder cannot be used, or another process does.
-            ValueError: a number is out of range.
+        Raises `ConfigError`: a segment is of another version; `UnavailableError`: the folder cannot
+        be used, or another process does; `ValueError`: a number is out of range.
         """
         _require_numbers(threads, size_bytes, queue_bytes)
         self._size_bytes = size_bytes

@@ -115,9 +115,8 @@ class DiskCipher:
 def load_cipher(path: Path) -> DiskCipher:
     """The cipher under the key in a file: 32 bytes, or 64 hexadecimal digits.
 
-    Raises:
-        ConfigError: the file cannot be read, others can read it, or it holds no key.
-        UnavailableError: `cryptography` is not installed.
+    Raises `ConfigError`: the file cannot be read, others can read it, or it holds no key;
+    `UnavailableError`: `cryptography` is not installed.
     """
     try:
         # A pipe would wait for a writer.

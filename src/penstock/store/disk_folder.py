@@ -136,8 +136,7 @@ class DiskFolder:
     def lock_again(self) -> None:
         """After it was removed or exchanged: makes it if need be, and locks what is there now.
 
-        Raises:
-            UnavailableError: as at the start.
+        Raises `UnavailableError`: as at the start.
         """
         fd, lock_fd = self._take()
         os.close(self._lock_fd)
@@ -153,16 +152,14 @@ class DiskFolder:
     def remove(self, segment: DiskSegment) -> None:
         """Removes the file of a segment.
 
-        Raises:
-            OSError: it cannot be removed.
+        Raises `OSError`: it cannot be removed.
         """
         os.unlink(os.path.basename(segment.path), dir_fd=segment.folder)
 
     def sync(self) -> None:
         """Makes names of files outlive a power loss.
 
-        Raises:
-            OSError: the folder cannot be synced.
+        Raises `OSError`: the folder cannot be synced.
         """
         os.fsync(self.fd)
 
@@ -171,9 +168,8 @@ class DiskFolder:
     ) -> tuple[list[DiskSegment], set[int]]:
         """All segments, with what their heads say, and numbers that other things have.
 
-        Raises:
-            ConfigError: one is of another format version.
-            OSError: the folder cannot be read.
+        Raises `ConfigError`: one is of another format version; `OSError`: the folder cannot be
+        read.
         """
         names = sorted(name for name in os.listdir(self.fd) if SEGMENT_NAME.fullmatch(name))
         listed = [self.segment(int(name[:SEGMENT_DIGITS]), 0) for name in names]
@@ -251,8 +247,7 @@ def _why_not_ours(path: Path, found: os.stat_result) -> str:
 def write_head(segment: DiskSegment, cipher: DiskCipher | None, calls: DiskCalls) -> None:
     """Makes room for a segment and begins its life, so that it outlives a power loss.
 
-    Raises:
-        OSError: it did not begin.
+    Raises `OSError`: it did not begin.
     """
     geometry = segment.geometry
     assert geometry is not None

@@ -181,9 +181,7 @@ def geometry_of(head: NDArray[np.void]) -> Geometry:
     """What a head says of its segment.
 
     Not from the length of the file: if that was cut, slots before the cut are where they were.
-
-    Raises:
-        ValueError: no segment is like that.
+    Raises `ValueError`: no segment is like that.
     """
     slots, slot_bytes = int(head["slot_count"]), int(head["slot_bytes"])
     geometry = Geometry(
@@ -206,8 +204,7 @@ def seal_head(head: NDArray[np.void]) -> bytes:
 def read_head(page: bytes) -> NDArray[np.void] | None:
     """The head in a page, if it is whole and of this format; `None` if not.
 
-    Raises:
-        ValueError: it is whole, and of another version.
+    Raises `ValueError`: it is whole, and of another version.
     """
     raw = page[: HEAD.itemsize]
     if len(raw) < HEAD.itemsize or raw[: len(MAGIC)] != MAGIC:
@@ -294,9 +291,8 @@ def write_generations(
 def read_generations(folder: Folder, name: str = GENERATIONS_NAME) -> dict[bytes, int] | None:
     """What `write_generations` wrote: the generation of each space; `None` if there is no file.
 
-    Raises:
-        ValueError: the file is damaged or of another version. Which generation counts is then not
-            known for any space, so none of its blocks may be matched.
+    Raises `ValueError`: the file is damaged or of another version. Which generation counts is then
+    not known for any space, so none of its blocks may be matched.
     """
     try:
         content = msgspec.json.decode(_read_file(folder, name), type=_Generations)
@@ -338,9 +334,7 @@ def read_form(folder: Folder, fingerprint: bytes) -> Form | None:
 def _read_file(folder: Folder, name: str) -> bytes:
     """The content of a small file.
 
-    Raises:
-        ValueError: it is no file.
-        OSError: it cannot be read.
+    Raises `ValueError`: it is no file; `OSError`: it cannot be read.
     """
     try:
         fd = _open_in(folder, name, os.O_RDONLY)

@@ -97,8 +97,7 @@ class Generations:
     def take(self, segments: Sequence[DiskSegment], calls: DiskCalls) -> None:
         """Reads what a folder with these segments says, and keeps what counts from now on.
 
-        Raises:
-            OSError: the file cannot be read or written.
+        Raises `OSError`: the file cannot be read or written.
         """
         seen = generations_in(segments, calls)
         copy = self._read_copy()
@@ -150,8 +149,7 @@ class Generations:
     def of(self, name: bytes) -> int:
         """The generation of a space, which begins one if it has none.
 
-        Raises:
-            OSError: see `begin`.
+        Raises `OSError`: see `begin`.
         """
         found = self._of.get(name)
         return self.begin(name) if found is None else found
@@ -159,9 +157,8 @@ class Generations:
     def begin(self, name: bytes) -> int:
         """A new one.
 
-        Raises:
-            OSError: it counts for this process, and could not be written. What was written before
-                is made unreadable, if it can be, so that nothing old is found after a restart.
+        Raises `OSError`: it counts for this process, and could not be written. What was written
+        before is made unreadable, if it can be, so that nothing old is found after a restart.
         """
         with self._lock:
             begun = self._of[name] = draw_generation(after=self._of.get(name, 0))
@@ -172,8 +169,7 @@ class Generations:
     def expect(self, name: bytes, generation: int) -> None:
         """Somebody knows of a generation: if it is a later one, nothing of before is found again.
 
-        Raises:
-            OSError: see `begin`.
+        Raises `OSError`: see `begin`.
         """
         with self._lock:
             if not is_later(generation, self._of.get(name, 0)):
@@ -191,8 +187,7 @@ class Generations:
     def save(self) -> None:
         """Writes all.
 
-        Raises:
-            OSError: see `begin`.
+        Raises `OSError`: see `begin`.
         """
         with self._lock:
             self._save()
@@ -225,14 +220,7 @@ def find_later(
     copy: Mapping[bytes, int],
     seen: Mapping[bytes, set[int]],
 ) -> str:
-    """What proves that `counts` is out of date; empty if nothing does.
-
-    Args:
-        counts: The generation of each space that is taken for the one that counts.
-        listed: What the file says.
-        copy: What the second record says.
-        seen: What rows name.
-    """
+    """What proves that `counts` is out of date; empty if nothing does."""
     for where, found in ((GENERATIONS_NAME, listed), (GENERATIONS_COPY_NAME, copy)):
         for name, generation in found.items():
             if is_later(generation, counts.get(name, 0)):

@@ -117,8 +117,7 @@ class DiskSegment:
     def open(self, flags: int, calls: DiskCalls) -> int:
         """A descriptor of the file.
 
-        Raises:
-            OSError: it cannot be opened, or is a symbolic link.
+        Raises `OSError`: it cannot be opened, or is a symbolic link.
         """
         return calls.open(os.path.basename(self.path), flags, FILE_MODE, self.folder)
 
@@ -288,8 +287,7 @@ class BlockIndex:
 def read_table(segment: DiskSegment, calls: DiskCalls) -> NDArray[np.void]:
     """The rows of a segment as they are on the disk; those after the end of the file are zeros.
 
-    Raises:
-        OSError: they cannot be read.
+    Raises `OSError`: they cannot be read.
     """
     raw = np.zeros(segment.slot_count * ROW_BYTES, dtype=np.uint8)
     fd = segment.open(os.O_RDONLY, calls)

@@ -106,8 +106,7 @@ class Run(NamedTuple):
 def probe_direct(folder: int, calls: DiskCalls) -> bool:
     """Whether the file system of a folder takes direct I/O.
 
-    Raises:
-        OSError: nothing can be written there at all.
+    Raises `OSError`: nothing can be written there at all.
     """
     memory = memoryview(mmap.mmap(-1, PAGE_BYTES))
     with suppress(FileNotFoundError):
@@ -133,8 +132,7 @@ def probe_direct(folder: int, calls: DiskCalls) -> bool:
 def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.uint64]:
     """Writes blocks and trailers; returns the sums of the trailers, which go into the rows.
 
-    Raises:
-        OSError: not all of it was written.
+    Raises `OSError`: not all of it was written.
     """
     geometry, count = run.geometry, len(run.keys)
     in_place = run.cipher is None and _is_page_sized(run)
@@ -165,9 +163,7 @@ def read_run(
 
     Returns:
         What is wrong with which block of the run, by position.
-
-    Raises:
-        OSError: it could not be read.
+    Raises `OSError`: it could not be read.
     """
     geometry, count = run.geometry, len(run.keys)
     in_place = run.cipher is None and _is_page_sized(run)
@@ -199,8 +195,7 @@ def read_run(
 def write_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) -> None:
     """Writes all of the buffers.
 
-    Raises:
-        OSError: the kernel did not.
+    Raises `OSError`: the kernel did not.
     """
     left = sum(each.nbytes for each in buffers)
     while left:
@@ -214,8 +209,7 @@ def write_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls)
 def read_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) -> int:
     """Fills the buffers as far as the file goes; returns how many bytes it had.
 
-    Raises:
-        OSError: the kernel could not.
+    Raises `OSError`: the kernel could not.
     """
     left, got = sum(each.nbytes for each in buffers), 0
     while left:

@@ -202,9 +202,7 @@ class SegmentPool:
 
         Returns:
             How many bytes are still too many: segments in use, and those of another key, stay.
-
-        Raises:
-            OSError: a table cannot be read, or a file cannot be removed.
+        Raises `OSError`: a table cannot be read, or a file cannot be removed.
         """
         while True:
             with self._lock:
@@ -227,10 +225,8 @@ class SegmentPool:
     def take_slots(self, arena: MappedArena, count: int) -> list[Stretch]:
         """Slots for new blocks. Each stretch counts as one operation under way.
 
-        Raises:
-            ConfigError: the folder is too small for such blocks.
-            NoRoomError: no segment can be given up now; what could be had is in the error.
-            OSError: a segment could not be begun.
+        Raises `ConfigError`: the folder is too small for such blocks; `NoRoomError`: no segment can
+        be given up now; what could be had is in the error; `OSError`: a segment could not be begun.
         """
         kind = BlockKind.of(arena)
         stretches: list[Stretch] = []
@@ -324,9 +320,8 @@ class SegmentPool:
     def _segment_bytes(self, kind: BlockKind) -> int:
         """Of a new segment.
 
-        Raises:
-            ConfigError: the folder is too small for such blocks.
-            OSError: the file system is.
+        Raises `ConfigError`: the folder is too small for such blocks; `OSError`: the file system
+        is.
         """
         least = kind.least_bytes
         if SEGMENTS_LEAST * least > self.size_bytes:
@@ -479,8 +474,7 @@ class SegmentPool:
     def recover_next(self) -> bool:
         """Takes the newest table that was not taken yet; whether there was one.
 
-        Raises:
-            OSError: it cannot be read; its blocks are not found.
+        Raises `OSError`: it cannot be read; its blocks are not found.
         """
         with self._lock:
             if not self._unread:
@@ -492,8 +486,7 @@ class SegmentPool:
     def recover(self, segment: DiskSegment) -> None:
         """Puts the blocks of a segment into the index, but for those that it has.
 
-        Raises:
-            OSError: its table cannot be read.
+        Raises `OSError`: its table cannot be read.
         """
         with self._lock:
             life = segment.life
@@ -578,8 +571,7 @@ class SegmentPool:
     def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
         """See `StoreTier.page`. A table that recovery has not read yet is read now.
 
-        Raises:
-            OSError: a table cannot be read.
+        Raises `OSError`: a table cannot be read.
         """
         keys: list[Key] = []
         parents: list[Key | None] = []

@@ -59,8 +59,7 @@ class FolderBlobs:
     def __init__(self, folder: Path, *, threads: int = 8) -> None:
         """Opens a folder, which is made if it is missing.
 
-        Raises:
-            UnavailableError: it cannot be made or used.
+        Raises `UnavailableError`: it cannot be made or used.
         """
         # Texts, not paths: of a small value, a path's arithmetic takes as long as a system call.
         root = os.fspath(folder)

@@ -313,8 +313,7 @@ def _still_stands(descriptor: int, table: _Table, slot: int) -> bool:
 def inspect_folder(folder: Path) -> Inspection:
     """Reads heads and tables of all segments.
 
-    Raises:
-        ConfigError: there is no such folder, it is not one of a store, or it may not be read.
+    Raises `ConfigError`: there is no such folder, it is not one of a store, or it may not be read.
     """
     try:
         names = sorted(os.listdir(folder))

@@ -216,19 +216,7 @@ class StoreLink:
         module: str = MODULE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepares the process if it is to be `embedded`; the rest happens in `collect`.
-
-        Args:
-            config: What the store process serves, and where.
-            life: 64 random bits: the engine's incarnation.
-            space: The name of the space, `DIGEST_BYTES` bytes.
-            arenas: The names of the ranks' hubs (`arena_name`), in order; each is offered by its
-                own process, with `ArenaOffer`.
-            tiers: The tiers of the store by their index in the cache, with their names.
-            embedded: Whether to start the process where nobody listens. It ends with this link.
-            module: What an embedded process runs.
-            clock: Monotonic.
-        """
+        """Prepares the process if it is to be `embedded`; the rest happens in `collect`."""
         self._clock = clock
         self._hello = OwnerHello(life, space, list(arenas), list(tiers.values()))
         self._numbers = {index: number for number, index in enumerate(tiers)}

@@ -365,8 +365,7 @@ def join_slots(slots: NDArray[np.int32]) -> bytes:
 def split_keys(joined: bytes) -> list[Key]:
     """The keys of a message.
 
-    Raises:
-        PeerError: the bytes are not those of whole keys.
+    Raises `PeerError`: the bytes are not those of whole keys.
     """
     if len(joined) % KEY_BYTES:
         raise PeerError(f"keys have {len(joined)} bytes, must have {KEY_BYTES} each")
@@ -376,8 +375,7 @@ def split_keys(joined: bytes) -> list[Key]:
 def split_parents(joined: bytes, count: int) -> list[Key | None]:
     """The parents of `count` keys.
 
-    Raises:
-        PeerError: they are fewer or more.
+    Raises `PeerError`: they are fewer or more.
     """
     if len(joined) != count * KEY_BYTES:
         raise PeerError(f"parents have {len(joined)} bytes, must have {count * KEY_BYTES}")
@@ -387,8 +385,7 @@ def split_parents(joined: bytes, count: int) -> list[Key | None]:
 def split_slots(raw: bytes, count: int) -> list[int]:
     """The slots of `count` keys.
 
-    Raises:
-        PeerError: they are fewer or more, or one is negative.
+    Raises `PeerError`: they are fewer or more, or one is negative.
     """
     if len(raw) != count * _SLOT.itemsize:
         raise PeerError(f"slots have {len(raw)} bytes, must have {count * _SLOT.itemsize}")
@@ -518,8 +515,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def from_json(cls, text: str) -> StoreConfig:
         """The configuration that `to_json` wrote.
 
-        Raises:
-            ConfigError: it is something else.
+        Raises `ConfigError`: it is something else.
         """
         try:
             return msgspec.json.decode(text, type=cls)

@@ -484,8 +484,8 @@ class _Turn:
     def wait(self, work: Callable[[], Any], deadline: float) -> Any:  # noqa: ANN401 - Of any kind.
         """What the work returns.
 
-        Raises:
-            BlobStoreError: it is not done by the deadline, and goes on by itself; or it failed.
+        Raises `BlobStoreError`: it is not done by the deadline, and goes on by itself; or it
+        failed.
         """
         call = _Call(work)
         begun = time.monotonic()

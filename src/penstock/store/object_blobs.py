@@ -54,10 +54,7 @@ RETRIES_MAX = 2
 def open_objects(settings: ObjectSettings) -> BlobStore:
     """A client of the store that the settings name.
 
-    Raises:
-        ImportError: obstore is not installed, and the store is not a folder.
-        ConfigError: a secret or a certificate cannot be read, or the store refuses a setting.
-        UnavailableError: a folder cannot be made.
+    Raises `ImportError`, `ConfigError` or `UnavailableError`.
     """
     if settings.scheme == "file":
         folder = Path(settings.url.removeprefix("file://"))
@@ -135,14 +132,7 @@ class ObjectBlobs:
         linger_s: float = 0.25,
         threads: int = 8,
     ) -> None:
-        """Takes a store of obstore.
-
-        Args:
-            store: Where the objects are.
-            refresh_s: How often values of others are looked for.
-            linger_s: How long a small object waits for values of other calls.
-            threads: How many threads should call at once.
-        """
+        """Takes a store of obstore."""
         from penstock.store.packed_objects import PackedObjects  # noqa: PLC0415  (an extra)
 
         self._threads = threads

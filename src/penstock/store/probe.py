@@ -207,8 +207,7 @@ class TierProbe:
     def _until(self, what: str) -> Iterator[None]:
         """Again and again when there may be news.
 
-        Raises:
-            UnavailableError: the tier is off, or time is over.
+        Raises `UnavailableError`: the tier is off, or time is over.
         """
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -242,8 +241,7 @@ class TierProbe:
     def round(self) -> tuple[float, float]:
         """Saves new blocks and loads them again: bytes a second of both.
 
-        Raises:
-            UnavailableError: the tier cannot be used.
+        Raises `UnavailableError`: the tier cannot be used.
         """
         total = self._count * self._block_bytes
         return total / self.save_new(), total / self.load_saved()
@@ -251,8 +249,7 @@ class TierProbe:
     def save_new(self) -> float:
         """Saves new blocks; how long it took.
 
-        Raises:
-            UnavailableError: the tier cannot be used.
+        Raises `UnavailableError`: the tier cannot be used.
         """
         keys = self._fill()
         self._ask(keys)
@@ -261,8 +258,7 @@ class TierProbe:
     def load_saved(self) -> float:
         """Loads the blocks that were saved last; how long it took.
 
-        Raises:
-            UnavailableError: the tier cannot be used.
+        Raises `UnavailableError`: the tier cannot be used.
         """
         return self._time(self._load(self._used[-self._count :]))
 

@@ -265,9 +265,8 @@ class RedisBlobs:
         """Replies to commands, each about the value of one name.
 
         That what is there is no value (`WRONGTYPE`) is for the caller to find in the replies.
-
-        Raises:
-            BlobStoreError: one could not be had, or is an error and `strict` says that none may be.
+        Raises `BlobStoreError`: one could not be had, or is an error and `strict` says that none
+        may be.
         """
         exchange = exchange or self._exchange
         if not commands:

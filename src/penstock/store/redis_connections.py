@@ -50,8 +50,7 @@ class RedisConnections:
     def take(self, node: Node | None, deadline: float) -> RedisWire:
         """A connection to a server; `None` is the one of the URL, or that the Sentinels name.
 
-        Raises:
-            BlobStoreError: there is none before the deadline.
+        Raises `BlobStoreError`: there is none before the deadline.
         """
         while True:
             with self._lock:

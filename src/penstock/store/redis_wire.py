@@ -128,8 +128,7 @@ class RedisWire:
     def exchange(self, commands: Sequence[RedisCommand], deadline: float) -> list[Reply]:
         """Sends commands and takes their replies.
 
-        Raises:
-            BlobStoreError: the connection is of no use any more; it is closed.
+        Raises `BlobStoreError`: the connection is of no use any more; it is closed.
         """
         self._deadline = deadline
         begun = time.monotonic()

@@ -122,9 +122,8 @@ def serve_store(
 ) -> int:
     """Serves until the descriptor `stop` is readable; returns the exit status.
 
-    Raises:
-        ConfigError: a tier is of a kind that there is not.
-        UnavailableError: the socket cannot be opened.
+    Raises `ConfigError`: a tier is of a kind that there is not; `UnavailableError`: the socket
+    cannot be opened.
     """
     slots = [TierSlot(each, kinds) for each in config.tiers]
     try:

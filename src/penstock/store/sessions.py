@@ -75,9 +75,7 @@ class ClientSession:
     def flush(self) -> bool:
         """Sends what waits; whether some is left for lack of room.
 
-        Raises:
-            PeerError: too much waits.
-            OSError: the client has gone.
+        Raises `PeerError`: too much waits; `OSError`: the client has gone.
         """
         for frame in answer_frames(self._answers):
             self._frames.append(frame)
@@ -132,8 +130,7 @@ class OwnerState:
     def slot(self, tier: int) -> TierSlot:
         """The tier of a number.
 
-        Raises:
-            PeerError: there is none.
+        Raises `PeerError`: there is none.
         """
         if tier >= len(self.tiers):
             raise PeerError(f"tier is {tier}, must be below {len(self.tiers)}")

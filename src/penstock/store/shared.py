@@ -83,21 +83,7 @@ class SharedTier:
         clock: Callable[[], float] = time.monotonic,
         stepped: bool = False,
     ) -> None:
-        """Takes the client; it is closed with the tier.
-
-        Args:
-            blobs: The client.
-            ask_s: How long a question may take.
-            timeout_s: How long a call that reads or writes may take.
-            poll_s: How often generations and geometries are read.
-            absent_s: How long what was not there is not asked for again.
-            retry_s: After which time a store that did not answer is asked again, the first time.
-            queue_bytes: Saves in hand beyond it are dropped.
-            compress: Whether blocks are written compressed (`block_codec`, an extra). Compressed
-                ones are read in any case.
-            clock: In seconds.
-            stepped: Whether a simulator takes the steps of its threads, and no thread does.
-        """
+        """Takes the client; it is closed with the tier."""
         self._blobs = blobs
         self._board = SharedBoard(
             copiers=max(2, blobs.threads),

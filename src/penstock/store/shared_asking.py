@@ -50,8 +50,7 @@ def locate(
 ) -> dict[Key, Where]:
     """Where the leading blocks lie that are there.
 
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     job, start = wanted.job, wanted.start
     here = job.arenas[0].form.block_tokens
@@ -71,9 +70,7 @@ def is_there(
     """Whether a prefix with the block at `start` in it was written in the pieces of an engine.
 
     Known only where a block of both ends: a key names a prefix, whatever the size of the blocks.
-
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     here, there = job.arenas[0].form.block_tokens, geometry.block_tokens
     for number in range(start, len(job.keys)):

@@ -72,8 +72,7 @@ class EngineGeometry(NamedTuple):
     def from_record(cls, record: bytes) -> EngineGeometry:
         """What `to_record` wrote.
 
-        Raises:
-            ValueError: it is something else.
+        Raises `ValueError`: it is something else.
         """
         unpacker = zlib.decompressobj()
         try:
@@ -123,8 +122,7 @@ class Gathering(NamedTuple):
 def gather(geometry: EngineGeometry, arenas: Sequence[MappedArena]) -> dict[bytes, Gathering]:
     """How the blocks of each of an engine's ranks are made, by the name of their part.
 
-    Raises:
-        ValueError: they cannot be; the message names the first difference.
+    Raises `ValueError`: they cannot be; the message names the first difference.
     """
     own = EngineGeometry.of(arenas)
     by_name = dict(zip(geometry.names, geometry.pieces, strict=True))

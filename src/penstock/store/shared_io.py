@@ -140,8 +140,7 @@ def write_values(
 ) -> WriteResult:
     """Writes blocks, compressed if it is wanted and makes them smaller.
 
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     piece, count = piece_of(run.arena), len(run.keys)
     fronts = memory.room(count * piece.front_bytes).reshape(count, -1)
@@ -185,17 +184,7 @@ def read_values(
 ) -> ReadResult:
     """Reads blocks into their arena slots, verifies them and writes their sums there.
 
-    Args:
-        run: The blocks.
-        gathering: Of which values they are made.
-        blobs: Where the values are.
-        memory: Of this thread.
-        sums: What computes sums.
-        whole: Whether values are expected to be compressed.
-        timeout_s: Of each call of the client.
-
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     faults: dict[int, BlockFault] = {}
     again = list(range(len(run.keys)))

@@ -50,9 +50,7 @@ CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
 def open_client(kind: str, options: Options) -> BlobStore:
     """The client of a shared store.
 
-    Raises:
-        ConfigError: an option is wrong.
-        UnavailableError: its package is not installed.
+    Raises `ConfigError`: an option is wrong; `UnavailableError`: its package is not installed.
     """
     try:
         return CLIENTS[kind](options)
@@ -66,9 +64,7 @@ def open_client(kind: str, options: Options) -> BlobStore:
 def open_shared(config: StoreTierConfig) -> StoreTier:
     """Opens a tier of one of the kinds in `CLIENTS`.
 
-    Raises:
-        ConfigError: an option is wrong.
-        UnavailableError: a package is not installed.
+    Raises `ConfigError`: an option is wrong; `UnavailableError`: a package is not installed.
     """
     options = config.options
     compress = compresses(options)
@@ -83,8 +79,7 @@ def open_shared(config: StoreTierConfig) -> StoreTier:
 def compresses(options: Options) -> bool:
     """Whether a tier with these options writes blocks compressed.
 
-    Raises:
-        UnavailableError: it should, and the package is not installed.
+    Raises `UnavailableError`: it should, and the package is not installed.
     """
     name = options.get("compression", "off")
     if name == "off":

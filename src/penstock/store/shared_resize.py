@@ -45,8 +45,7 @@ def read_resized(
 ) -> ReadResult:
     """Reads blocks into their arena slots, verifies them and writes their sums there.
 
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     keys = list(dict.fromkeys(key for where in wheres for key in where.keys))
     found = read_whole(

@@ -62,18 +62,7 @@ def read_whole(
 ) -> list[WholeValues]:
     """Reads values into `memory`, and decodes those that are compressed.
 
-    Args:
-        space: Of the values.
-        keys: Of the blocks.
-        parts: Which values of each block.
-        blobs: Where they are.
-        memory: Of this thread; it holds what is returned until it is used again.
-        may_end: Whether values are expected to be compressed, and so shorter than they could be. If
-            not, those that are cost a second call, and the others nothing in any client.
-        timeout_s: Of each call.
-
-    Raises:
-        BlobStoreError: the store does not answer.
+    Raises `BlobStoreError`: the store does not answer.
     """
     room = memory.room(len(keys) * sum(part.piece.value_bytes for part in parts))
     # What a store leaves out must not be what was read before.

@@ -68,9 +68,8 @@ class StoreListener:
     def open(cls, path: Path) -> Self:
         """Listens at a path; its folder is made if it is missing.
 
-        Raises:
-            StoreBusyError: another process listens there.
-            UnavailableError: the folder or the socket cannot be made.
+        Raises `StoreBusyError`: another process listens there; `UnavailableError`: the folder or
+        the socket cannot be made.
         """
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -146,8 +145,7 @@ class StoreConnection(NamedTuple):
 def connect_store(path: Path) -> StoreConnection | None:
     """Connects; `None` if nobody listens. Never waits.
 
-    Raises:
-        UnavailableError: somebody listens, and this process cannot connect.
+    Raises `UnavailableError`: somebody listens, and this process cannot connect.
     """
     with ExitStack() as undo:
         channel = undo.enter_context(_new_socket())

@@ -125,8 +125,7 @@ class ProcessTable:
     def start(self, request: int, spec: ProcessSpec, now: float) -> None:
         """Starts a process; answers when it runs its module, or failed before.
 
-        Raises:
-            RequestRefusedError: it was not started.
+        Raises `RequestRefusedError`: it was not started.
         """
         if self._closing:
             raise RequestRefusedError(
@@ -154,8 +153,7 @@ class ProcessTable:
     def stop(self, request: int, name: str, stop_s: float | None, now: float) -> None:
         """Stops a process; answers when it has ended.
 
-        Raises:
-            RequestRefusedError: there is no such process.
+        Raises `RequestRefusedError`: there is no such process.
         """
         if name not in self._children:
             known = ", ".join(self._children) or "none"
@@ -368,13 +366,7 @@ class Process:
     def spawn(cls, spec: ProcessSpec, given: Mapping[str, int], kept: Mapping[str, int]) -> Self:
         """Starts a process that has these descriptors and no others but its output.
 
-        Args:
-            spec: Which module it runs, and how.
-            given: The descriptors that its spec names.
-            kept: Those that an earlier life of it had kept.
-
-        Raises:
-            OSError: the system cannot create it.
+        Raises `OSError`: the system cannot create it.
         """
         with ExitStack() as undo:
             report, its_report = os.pipe()

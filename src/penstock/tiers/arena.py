@@ -113,18 +113,7 @@ class Arena:
     ) -> Self:
         """Makes an arena of at least `size` bytes, all zero, with every page in place.
 
-        Args:
-            size: Bytes; rounded up to whole pages.
-            name: Under which /proc/PID/maps shows it, as `memfd:penstock-NAME`.
-            huge_pages: Whether to look for huge pages; where there are none, plain ones do.
-            numa_node: Where the pages are to come from; anywhere if `None`.
-            progress: Called whenever some more of the pages are there.
-            kernel: What is asked of the machine.
-
-        Raises:
-            ConfigError: `size` is more than is available, or there is no such node.
-            UnavailableError: the machine does not let us make one.
-            ValueError: `size` is less than 1.
+        Raises `ConfigError`, `UnavailableError` or `ValueError`.
         """
         if size < 1:
             raise ValueError(f"size is {size}, must be at least 1")
@@ -156,15 +145,8 @@ class Arena:
         """Maps the arena behind a descriptor that somebody handed over.
 
         The arena has a descriptor of its own: what becomes of `fd` is the caller's affair.
-
-        Args:
-            fd: The descriptor of an arena.
-            writable: Without it the bytes are read-only here, and a write is an error rather
-                than damage to what others read.
-
-        Raises:
-            UnavailableError: the machine does not let us map it.
-            ValueError: there is no arena behind `fd`.
+        Raises `UnavailableError`: the machine does not let us map it; `ValueError`: there is no
+        arena behind `fd`.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -217,9 +199,7 @@ class Arena:
 
         Every holder of the arena reads zeros there, until somebody writes. The arena keeps its
         size, so nobody's access fails.
-
-        Raises:
-            UnavailableError: the system does not take them.
+        Raises `UnavailableError`: the system does not take them.
         """
         first = round_up(start, self.page_bytes)
         last = (start + length) // self.page_bytes * self.page_bytes

@@ -75,9 +75,8 @@ class HostTier:
     ) -> Self:
         """Makes a tier in an arena of its own; `Arena.create` explains the wishes.
 
-        Raises:
-            ConfigError: the blocks are more than is available, or there is no such node.
-            UnavailableError: the machine does not let us make an arena.
+        Raises `ConfigError`: the blocks are more than is available, or there is no such node;
+        `UnavailableError`: the machine does not let us make an arena.
         """
         arena = Arena.create(
             tier_bytes(layout, slot_count),
@@ -93,9 +92,8 @@ class HostTier:
     def attach(cls, fd: int, layout: Layout, slot_count: int, *, writable: bool = True) -> Self:
         """Maps a tier that another process made of as many blocks of the same form.
 
-        Raises:
-            UnavailableError: the machine does not let us map it.
-            ValueError: there is no arena behind `fd`, or not one of this size.
+        Raises `UnavailableError`: the machine does not let us map it; `ValueError`: there is no
+        arena behind `fd`, or not one of this size.
         """
         arena = Arena.attach(fd, writable=writable)
         expected = round_up(tier_bytes(layout, slot_count), arena.page_bytes)
@@ -122,9 +120,7 @@ class HostTier:
 
         A copy by a device must not cross from one registered piece into the next, so no slot
         does.
-
-        Raises:
-            ValueError: `max_bytes` is less than the fewest slots that end with a page.
+        Raises `ValueError`: `max_bytes` is less than the fewest slots that end with a page.
         """
         unit = lcm(self.slot_bytes, mmap.PAGESIZE)
         if max_bytes < unit:

@@ -43,8 +43,7 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 def send_packet(channel: socket.socket, frame: bytes, fd: int | None = None) -> bool:
     """Sends a frame, with a descriptor if there is one; false if there is no room now.
 
-    Raises:
-        OSError: the other end is lost.
+    Raises `OSError`: the other end is lost.
     """
     ancillary = []
     if fd is not None:

@@ -258,8 +258,7 @@ class ArenaPool:
     def take(self, size: int) -> Arena:
         """An arena of at least `size` bytes; one that was given back, if one fits.
 
-        Raises:
-            ValueError: `size` is less than 1.
+        Raises `ValueError`: `size` is less than 1.
         """
         if size < 1:
             raise ValueError(f"size is {size}, must be at least 1")

@@ -108,11 +108,7 @@ def decode_description(encoded: bytes) -> Description:
 def listen(folder: Path | None = None) -> tuple[socket.socket, Path]:
     """A socket for writers to come to, and where it is: in a folder that only this user enters.
 
-    Args:
-        folder: where to make it; the private folder of this process if none is given.
-
-    Raises:
-        UnavailableError: it cannot be made there.
+    Raises `UnavailableError`: it cannot be made there.
     """
     path = socket_path(private_folder() if folder is None else folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -135,8 +131,7 @@ def user_of_peer(connection: socket.socket) -> int:
 def call(description: Description) -> socket.socket:
     """A connection to the target of an area, on which the token was sent.
 
-    Raises:
-        UnavailableError: nobody is there, or too many are calling.
+    Raises `UnavailableError`: nobody is there, or too many are calling.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
@@ -159,8 +154,7 @@ def call(description: Description) -> socket.socket:
 def pidfd_of_peer(connection: socket.socket) -> int:
     """A descriptor of the process at the other end of a connection.
 
-    Raises:
-        UnavailableError: it is gone already.
+    Raises `UnavailableError`: it is gone already.
     """
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
@@ -519,14 +513,8 @@ def connect_shared(
 ) -> SharedLink:
     """A way to the area that a target of another process described.
 
-    Args:
-        description: of the area.
-        grant_s: patience with the target.
-        pin: makes the memory fit for a device; see `PinMemory`.
-
-    Raises:
-        ValueError: it is not a description of such an area.
-        UnavailableError: the target is gone.
+    Raises `ValueError`: it is not a description of such an area; `UnavailableError`: the target is
+    gone.
     """
     return SharedLink(decode_description(description), grant_s=grant_s, pin=pin)
 

@@ -45,13 +45,7 @@ class SignalDescriptor:
     ) -> None:
         """Takes the signals: until `close` they do nothing else.
 
-        Args:
-            signals: Their numbers.
-            on_signal: Called with the number of each, in the main thread, when that executes
-                Python again.
-
-        Raises:
-            ValueError: this is not the main thread.
+        Raises `ValueError`: this is not the main thread.
         """
         self._on_signal = on_signal
         self._far, self._near = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

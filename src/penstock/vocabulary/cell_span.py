@@ -100,13 +100,6 @@ class CellSpan:
     ) -> NDArray[np.uint64]:
         """The cell sums of many packed blocks.
 
-        Args:
-            blocks: Packed bytes, of shape [blocks, length]. Blocks may lie apart, as slots of
-                an arena do; the bytes of one may not.
-            keys: The key of each block.
-            algorithm: How the bytes are summed.
-            salt: Of the life that they belong to (`life_salt`), in tiers of one engine.
-
         Returns:
             The sums, of shape [blocks, cells], in canonical order.
         """

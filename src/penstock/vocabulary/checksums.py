@@ -213,12 +213,7 @@ half of it with a quarter of the words, where the calls cost as much as their wo
 
 
 def mix64_sums(segments: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The sums of many segments of equal length.
-
-    Args:
-        segments: Bytes, of shape [blocks, segments, length]; the last axis without gaps.
-        seeds: Of shape [blocks, segments].
-    """
+    """The sums of many segments of equal length."""
     blocks, count, length = segments.shape
     if length > LENGTH_MAX:
         raise ValueError(f"length of a segment is {length}, must be at most {LENGTH_MAX}")

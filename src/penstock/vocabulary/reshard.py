@@ -106,9 +106,8 @@ class ReshardPlan:
 def plan_reshard(sources: Sequence[Form], targets: Sequence[Form]) -> ReshardPlan:
     """Who sends what to whom, for ranks in the order of their forms.
 
-    Raises:
-        ValueError: the blocks of the sources cannot become those of the targets. The message
-            names the first thing in which they differ, with both values.
+    Raises `ValueError`: the blocks of the sources cannot become those of the targets. The message
+    names the first thing in which they differ, with both values.
     """
     source_tokens = _block_tokens(sources, "source")
     target_tokens = _block_tokens(targets, "target")

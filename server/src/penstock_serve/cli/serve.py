@@ -276,8 +276,7 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
 def serve_table(**given: object) -> ServeTable:
     """The settings of a command that serves HTTP without a file: options that were given.
 
-    Raises:
-        ConfigError: one of them is not usable.
+    Raises `ConfigError`: one of them is not usable.
     """
     table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if table.log_level not in LOG_LEVELS:

@@ -99,12 +99,7 @@ class LiveClient:
     def __init__(self, url: str, api_key: str = "") -> None:
         """Makes it; nothing is sent yet.
 
-        Args:
-            url: The address of a `penstock serve` or `penstock router`, or the path of its socket.
-            api_key: Its key, empty if it has none.
-
-        Raises:
-            ConfigError: `url` is not one.
+        Raises `ConfigError`: `url` is not one.
         """
         self._path = _socket_of(url)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -133,9 +128,8 @@ class LiveClient:
     def ask(self) -> dict[str, Any]:
         """The document of `GET /live`.
 
-        Raises:
-            UnavailableError: nobody answers, or something that is no server of Penstock.
-            ConfigError: the server has a key, and this is another one.
+        Raises `UnavailableError`: nobody answers, or something that is no server of Penstock;
+        `ConfigError`: the server has a key, and this is another one.
         """
         status, content = self._exchange("GET", "/live")
         found = _object_in(content)
@@ -166,9 +160,8 @@ class LiveClient:
     ) -> dict[str, Any]:
         """What a server answers; also if an instance could not do what was asked for.
 
-        Raises:
-            UnavailableError: nobody answers, or nobody who knows this path, or not in this `shape`.
-            ConfigError: the server refuses it, and says why.
+        Raises `UnavailableError`: nobody answers, or nobody who knows this path, or not in this
+        `shape`; `ConfigError`: the server refuses it, and says why.
         """
         status, content = self._exchange(method, path, body, headers)
         found = _object_in(content)

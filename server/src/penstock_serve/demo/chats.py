@@ -122,8 +122,7 @@ TURNS_MAX = 3
 def chats(count: int, *, turns: int) -> list[Chat]:
     """`count` conversations, the two system prompts in turn.
 
-    Raises:
-        ValueError: there are not that many.
+    Raises `ValueError`: there are not that many.
     """
     if not 1 <= count <= CHATS_MAX:
         raise ValueError(f"chats is {count}, must be from 1 to {CHATS_MAX}")

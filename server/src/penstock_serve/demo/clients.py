@@ -47,8 +47,7 @@ class Talk:
 def hold(talk: Talk, chats: Sequence[Chat]) -> list[ChatTurn]:
     """Runs all conversations to their end.
 
-    Raises:
-        UnavailableError: a client got no answer.
+    Raises `UnavailableError`: a client got no answer.
     """
     begun = [threading.Event() for _ in range(talk.clients + 1)]
     begun[0].set()
@@ -139,8 +138,7 @@ class ChatTurn:
 def get(address: str, path: str) -> dict[str, Any]:
     """The JSON response to a GET request.
 
-    Raises:
-        UnavailableError: there is none.
+    Raises `UnavailableError`: there is none.
     """
     return _exchange(address, "GET", path)
 
@@ -148,8 +146,7 @@ def get(address: str, path: str) -> dict[str, Any]:
 def post(address: str, path: str) -> dict[str, Any]:
     """The JSON response to a POST request.
 
-    Raises:
-        UnavailableError: there is none.
+    Raises `UnavailableError`: there is none.
     """
     return _exchange(address, "POST", path)
 
@@ -180,8 +177,7 @@ def ask(
 ) -> ChatTurn:
     """Requests the next turn of a conversation, greedily, and reads the whole stream.
 
-    Raises:
-        UnavailableError: the server does not answer, or the stream ends early.
+    Raises `UnavailableError`: the server does not answer, or the stream ends early.
     """
     body = {
         "messages": messages,
@@ -277,8 +273,7 @@ class Served:
 def served(options: Sequence[str]) -> Iterator[Served]:
     """`penstock serve` with these options, on a free port of the loopback interface.
 
-    Raises:
-        UnavailableError: it did not get ready.
+    Raises `UnavailableError`: it did not get ready.
     """
     command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--port", "0", *options]
     began = time.monotonic()

@@ -169,13 +169,7 @@ def check(
     *,
     bound: float = BOUND,
 ) -> ExactnessVerdict:
-    """Compares all answers; equal prompts with equal answers are computed once.
-
-    Args:
-        turns: The answers.
-        fresh: The model.
-        bound: The largest allowed difference of a log-probability.
-    """
+    """Compares all answers; equal prompts with equal answers are computed once."""
     found: list[AnswerDifference] = []
     usable: list[tuple[str, ChatTurn, _Answered]] = []
     for turn in turns:

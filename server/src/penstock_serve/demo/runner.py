@@ -89,8 +89,7 @@ class Stage:
 def play(stage: Stage, report: Callable[[str], None]) -> Played:
     """Runs the demonstration; `report` is called with lines about its progress.
 
-    Raises:
-        UnavailableError: the server does not start, or does not answer.
+    Raises `UnavailableError`: the server does not start, or does not answer.
     """
     began = time.monotonic()
     asked = chats(stage.chats, turns=stage.turns)

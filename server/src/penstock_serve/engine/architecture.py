@@ -111,8 +111,7 @@ class Architecture:
 def read_architecture(folder: Path) -> Architecture:
     """Reads `config.json` of a Hugging Face checkpoint.
 
-    Raises:
-        ConfigError: the file is missing or no JSON, or asks for what this engine does not do.
+    Raises `ConfigError`: the file is missing or no JSON, or asks for what this engine does not do.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError("model", f"is {folder}, must be a folder with a config.json")
@@ -129,9 +128,8 @@ def read_architecture(folder: Path) -> Architecture:
 def architecture_from_config(config: Mapping[str, object]) -> Architecture:
     """The architecture that a Hugging Face config describes.
 
-    Raises:
-        ConfigError: something is missing or has no meaning, or asks for what this engine does
-            not do.
+    Raises `ConfigError`: something is missing or has no meaning, or asks for what this engine does
+    not do.
     """
     fields = Fields("config.json", config)
     family = config.get("model_type")
@@ -313,8 +311,7 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """The object in a JSON file.
 
-    Raises:
-        ConfigError: there is no such file, or it holds something else.
+    Raises `ConfigError`: there is no such file, or it holds something else.
     """
     try:
         size = path.stat().st_size

@@ -116,16 +116,8 @@ def lay_out(
 ) -> Sheet:
     """Lays the spans out; those of one token after the others, which is where they must be.
 
-    Args:
-        spans: The step's tokens.
-        block_tokens: Tokens of a block.
-        draws: For each token that is to be chosen, the span from whose logits.
-        last: Which draw of the step before was made for each request.
-        scored: The spans of which the logits of every token are needed.
-
-    Raises:
-        ValueError: a span has no tokens, a table that ends too early, or stands out of order;
-            a draw has no logits; or a token is to come from a step that did not choose it.
+    Raises `ValueError`: a span has no tokens, a table that ends too early, or stands out of order;
+    a draw has no logits; or a token is to come from a step that did not choose it.
     """
     _check(spans, block_tokens)
     sheet = Sheet(block_tokens)

@@ -50,8 +50,7 @@ class ModelFiles:
     def open(self) -> tuple[Architecture, Checkpoint]:
         """Its architecture and its tensors, of the shapes that the architecture needs.
 
-        Raises:
-            ConfigError: a file is damaged, or asks for what this engine does not do.
+        Raises `ConfigError`: a file is damaged, or asks for what this engine does not do.
         """
         if self.path.suffix == ".gguf":
             file = GgufFile(self.path)
@@ -84,9 +83,8 @@ class ModelFiles:
 def find_model(given: str | None) -> ModelFiles:
     """The model that was named, or the default one.
 
-    Raises:
-        ConfigError: what was named is no model.
-        UnavailableError: the default model is not installed.
+    Raises `ConfigError`: what was named is no model; `UnavailableError`: the default model is not
+    installed.
     """
     if given is None:
         return _default_model()
@@ -193,9 +191,7 @@ def require_tensors(checkpoint: KnowsShapes, architecture: Architecture) -> None
     """Refuses a checkpoint whose tensors are not those of the architecture.
 
     Headers alone are read, so it costs little, and comes before anything is allocated.
-
-    Raises:
-        ConfigError: a tensor is missing, or has another shape.
+    Raises `ConfigError`: a tensor is missing, or has another shape.
     """
     for name, shape in architecture.tensor_shapes():
         found = checkpoint.shape_of(name)
@@ -282,8 +278,7 @@ def _opened(path: Path, framework: str) -> safe_open:
 def safetensors_files(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors.
 
-    Raises:
-        ConfigError: there are none, or an index names what is no file of the folder.
+    Raises `ConfigError`: there are none, or an index names what is no file of the folder.
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():

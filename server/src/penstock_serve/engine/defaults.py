@@ -54,8 +54,7 @@ BERTHS, BERTHS_ON_GPU = 8, 32
 def load_engine_config(path: str | Path) -> Config:
     """Reads a configuration file for an engine: it may leave out the model and all tiers.
 
-    Raises:
-        ConfigError: the file cannot be read, or says something that has no meaning.
+    Raises `ConfigError`: the file cannot be read, or says something that has no meaning.
     """
     return load_completed(path, _complete)
 
@@ -70,13 +69,7 @@ def _complete(document: dict[str, object]) -> None:
 
 
 def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
-    """The configuration of an engine: the given one, completed by what the model determines.
-
-    Args:
-        model: The model.
-        given: The user's configuration; without it, a device tier and a host tier.
-        dtype: Of weights and KV.
-    """
+    """The configuration of an engine: the given one, completed by what the model determines."""
     config = given or _starting_config(model)
     # Keys depend on the weights and on the dtype of the KV.
     version = config.model.weights_version or model.weights_version()
@@ -132,14 +125,7 @@ def require_memory(
 ) -> None:
     """Refuses a model that does not fit into memory: the kernel would kill the process.
 
-    Args:
-        config: With the device's blocks.
-        architecture: Of the model, which is computed on the CPU.
-        dtype: Of weights and KV.
-        instances: Copies of the model on this machine; a part of one if its ranks are elsewhere.
-
-    Raises:
-        ConfigError: weights and blocks need more memory than is available.
+    Raises `ConfigError`: weights and blocks need more memory than is available.
     """
     device = config.cache.device
     assert device is not None
@@ -177,8 +163,7 @@ FILE = "generation_config.json"
 def defaults_of(model: ModelFiles) -> Defaults:
     """The defaults of a model.
 
-    Raises:
-        ConfigError: its file has a value that cannot be used.
+    Raises `ConfigError`: its file has a value that cannot be used.
     """
     if model.name == DEFAULT_NAME:
         return GREEDY
@@ -214,8 +199,7 @@ def _read(path: Path) -> Defaults:
 def handoff_settings(config: Config, device: str) -> HandoffSettings:
     """Times and bounds of the parties on a device.
 
-    Raises:
-        ConfigError: they do not fit each other; it names the key.
+    Raises `ConfigError`: they do not fit each other; it names the key.
     """
     table = config.handoff or HandoffTable()
     try:

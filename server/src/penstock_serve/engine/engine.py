@@ -237,10 +237,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Adds a request.
 
-        Raises:
-            EnginePaused: it is paused, or has no whole weights.
-            ValueError: as `Scheduler.add` does.
-            CapacityError: as `Scheduler.add` does.
+        Raises `EnginePaused`: it is paused, or has no whole weights; `ValueError`: as
+        `Scheduler.add` does; `CapacityError`: as `Scheduler.add` does.
         """
         self.require_running()
         self.scheduler.add(request)
@@ -248,8 +246,7 @@ class Engine:
     def require_running(self) -> None:
         """Refuses what needs an engine that accepts requests.
 
-        Raises:
-            EnginePaused: it accepts none.
+        Raises `EnginePaused`: it accepts none.
         """
         state = self.state
         if state is not EngineState.RUNNING:
@@ -302,15 +299,7 @@ class Engine:
     def load_weights(self, path: str, *, digest: str, version: str) -> None:
         """Replaces the weights by those of another checkpoint; all that is cached is void.
 
-        Args:
-            path: A folder or a file, of the same architecture.
-            digest: Of its files, as `check_weights` returned it.
-            version: What the new weights are called in keys.
-
-        Raises:
-            WeightsNotLoaded: requests are under way, and nothing was changed; or the load failed,
-                and the engine accepts no requests until one succeeds.
-            UnavailableError: a rank is lost.
+        Raises `WeightsNotLoaded` or `UnavailableError`.
         """
         if not self.settled:
             raise WeightsNotLoaded(f"{self.unfinished} requests are under way")
@@ -331,13 +320,8 @@ class Engine:
     def sleep(self, *, host: bool = False, weights: bool = False) -> None:
         """Gives the memory of the KV back to the system, until `wake`.
 
-        Args:
-            host: That of the first tier below the device, too.
-            weights: That of the weights, too; `wake` loads them again.
-
-        Raises:
-            UnavailableError: the memory is that of a GPU without virtual memory, or a rank is lost.
-            ValueError: requests or copies are under way: see `can_sleep`.
+        Raises `UnavailableError`: the memory is that of a GPU without virtual memory, or a rank is
+        lost; `ValueError`: requests or copies are under way: see `can_sleep`.
         """
         if not self.settled:
             raise ValueError(f"{self.unfinished} requests are under way, must be none")
@@ -352,9 +336,8 @@ class Engine:
     def wake(self) -> None:
         """Ends `sleep`; may be called twice.
 
-        Raises:
-            WeightsNotLoaded: the weights cannot be read any more; it sleeps on.
-            UnavailableError: there is no memory for the cache, and it sleeps on; or a rank is lost.
+        Raises `WeightsNotLoaded`: the weights cannot be read any more; it sleeps on;
+        `UnavailableError`: there is no memory for the cache, and it sleeps on; or a rank is lost.
         """
         if self._weights_away:
             assert self.checkpoint is not None
@@ -371,9 +354,8 @@ class Engine:
 
         Blocks leave by policy, those in use later: see `resize_status`. With `checks`, it is only
         checked whether they can have this size.
-
-        Raises:
-            ConfigError: there is no such tier, or it cannot have this size; nothing was changed.
+        Raises `ConfigError`: there is no such tier, or it cannot have this size; nothing was
+        changed.
         """
         for name, size in sizes.items():
             self.cache.tier_blocks(name, **size)  # type: ignore[arg-type]
@@ -429,13 +411,7 @@ class Engine:
             raise
 
     def close_pair(self, prefill: str, decode: str, *, lost: bool = False) -> None:
-        """Closes a pair; prompts that it was to bring are computed here.
-
-        Args:
-            prefill: One of the two instances.
-            decode: The other one.
-            lost: Whether one of them is gone.
-        """
+        """Closes a pair; prompts that it was to bring are computed here."""
         if self.handoffs is not None:
             self.workers.close_pair(prefill, decode)
             self.handoffs.close_pair(prefill, decode, lost=lost)

@@ -204,8 +204,7 @@ _INTEGERS = frozenset({"I8", "I16", "I32", "I64"})
 def read_fields(path: Path, prefix: str) -> dict[str, Any]:
     """The metadata of a file whose names begin so, without that beginning.
 
-    Raises:
-        ConfigError: the file cannot be read.
+    Raises `ConfigError`: the file cannot be read.
     """
     header = _header_of(path)
     return {
@@ -320,8 +319,7 @@ class GgufHeader:
     def value(self, name: str) -> Any:  # noqa: ANN401 - a number, a text, or a list of one kind
         """The value of a name that is there.
 
-        Raises:
-            ValueError: it is no text, or longer than the file.
+        Raises `ValueError`: it is no text, or longer than the file.
         """
         found = self._fields[name]
         if found.kind == _STRING:

@@ -67,12 +67,7 @@ class RankHandoffs:
         return self.peers.counts
 
     def begin(self, step: Step, stream: int) -> Callable[[int], None] | None:
-        """A step is about to be computed; returns what is called after each layer of it.
-
-        Args:
-            step: The step.
-            stream: Where it runs on a GPU; 0 on the CPU.
-        """
+        """A step is about to be computed; returns what is called after each layer of it."""
         for each in step.offers:
             door = self._door(each.decode)
             if isinstance(door, PrefillHandoffRank):

@@ -110,8 +110,7 @@ class ServerOutbox:
     def flush(self) -> bool:
         """Sends what there is room for; returns whether that was all.
 
-        Raises:
-            ServerLost: the server is gone.
+        Raises `ServerLost`: the server is gone.
         """
         while self._frames:
             try:
@@ -187,11 +186,8 @@ class Instance:
 
         After a stop signal it accepts no new requests, and those under way have `drain_s` to
         finish; after a second signal it stops at once.
-
-        Raises:
-            ServerLost: the server is lost.
-            UnavailableError: a rank is lost.
-            PeerError: a rank or the server sent an invalid message.
+        Raises `ServerLost`: the server is lost; `UnavailableError`: a rank is lost; `PeerError`: a
+        rank or the server sent an invalid message.
         """
         while not (stop.stopping and self._is_drained(stop)):
             ended = self._listen()
@@ -230,9 +226,7 @@ class Instance:
         """Ends all requests and connects to the server again; `False` after a stop signal.
 
         Handoffs and copies continue meanwhile.
-
-        Raises:
-            UnavailableError: a rank is lost.
+        Raises `UnavailableError`: a rank is lost.
         """
         # Also computed prompts that wait for a claim, which may never come.
         self._engine.abort_all()
@@ -506,12 +500,7 @@ def build_engine(
 ) -> tuple[Engine, Architecture]:
     """Makes the engine of a spec, with its model in this process or in those of its ranks.
 
-    Args:
-        spec: The instance.
-        progress: Called after each layer that a rank has loaded: rank, layers, of how many.
-
-    Raises:
-        UnavailableError: the ranks did not all connect, or one was lost.
+    Raises `UnavailableError`: the ranks did not all connect, or one was lost.
     """
     if spec.ranks == 1:
         from penstock_serve.engine.worker import load_rank  # noqa: PLC0415  (imports torch)
@@ -590,12 +579,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
 
 
 def main(given: str, report: str = "") -> int:
-    """Runs the instance; returns the exit status, 0 for a graceful end.
-
-    Args:
-        given: The descriptor of its spec.
-        report: The name of the descriptor for what it reports to its command, if there is one.
-    """
+    """Runs the instance; returns the exit status, 0 for a graceful end."""
     spec = read_sealed(given, InstanceSpec)
     set_up_logs(spec.log_level, as_json=spec.log_json)
     if spec.ranks == 1:

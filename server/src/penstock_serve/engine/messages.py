@@ -379,8 +379,7 @@ def encode(message: InstanceMessage) -> bytes:
 def read_by_instance(frame: bytes) -> ToInstance:
     """Decodes a frame from a server.
 
-    Raises:
-        PeerError: it is not a message of a server.
+    Raises `PeerError`: it is not a message of a server.
     """
     return _to_instance.decode(frame)
 
@@ -388,7 +387,6 @@ def read_by_instance(frame: bytes) -> ToInstance:
 def read_by_server(frame: bytes) -> FromInstance:
     """Decodes a frame from an instance.
 
-    Raises:
-        PeerError: it is not a message of an instance.
+    Raises `PeerError`: it is not a message of an instance.
     """
     return _from_instance.decode(frame)

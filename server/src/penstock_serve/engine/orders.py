@@ -65,8 +65,7 @@ class Orders:
     def take(self, order: ms.Order | ms.Resume) -> None:
         """Begins to carry out an order; those that wait are answered by a later `step`.
 
-        Raises:
-            UnavailableError: a rank is lost.
+        Raises `UnavailableError`: a rank is lost.
         """
         match order:
             case ms.Pause():

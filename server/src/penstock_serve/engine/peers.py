@@ -103,14 +103,7 @@ class Peers:
     ) -> None:
         """Listens for other instances from now on.
 
-        Args:
-            spec: The instance.
-            architecture: Of its model.
-            tier: The KV of the rank that is in this process, if there is one.
-            rank: Its number, if it is one of several.
-
-        Raises:
-            UnavailableError: there is no free address, or NIXL cannot be used.
+        Raises `UnavailableError`: there is no free address, or NIXL cannot be used.
         """
         self.spec = spec
         self._architecture = architecture
@@ -143,11 +136,7 @@ class Peers:
         return self._listener.address
 
     def place(self, rank_addresses: list[str] | None = None) -> EngineSpec:
-        """The instance as others reach it, for the router.
-
-        Args:
-            rank_addresses: Of its ranks; left out, the one rank is in this process.
-        """
+        """The instance as others reach it, for the router."""
         return EngineSpec(
             name=self.spec.name,
             ranks=self.spec.ranks,
@@ -173,14 +162,7 @@ class Peers:
     def open(self, pair: PairSpec, *, weights: str) -> None:
         """Opens this process's part of a pair; one of the same names is closed before.
 
-        Args:
-            pair: Both instances.
-            weights: The version of the weights that this instance has.
-
-        Raises:
-            ValueError: the instance is not in the pair, or the KV of the two does not fit.
-            UnavailableError: its own ranks did not connect.
-            CapacityError: too many pairs are open, or their landing areas take too much memory.
+        Raises `ValueError`, `UnavailableError` or `CapacityError`.
         """
         names = pair.prefill.name, pair.decode.name
         if self.spec.name not in names:
@@ -379,8 +361,7 @@ def peers_of(
 ) -> Peers | None:
     """The pairs of a process, if its instance takes part in handoffs.
 
-    Raises:
-        UnavailableError: there is no free address.
+    Raises `UnavailableError`: there is no free address.
     """
     if not spec.hands_over:
         return None

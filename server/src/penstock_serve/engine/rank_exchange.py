@@ -79,15 +79,7 @@ class RankExchange:
     ) -> Self:
         """Accepts other ranks at an address.
 
-        Args:
-            name: Of the instance.
-            address: Where to listen; `*` for a port: one of `settings.ports`, if there are any.
-            rank: The number of this rank.
-            secret: The keys of the machines.
-            settings: Of the channels between ranks.
-
-        Raises:
-            UnavailableError: the address cannot be listened on.
+        Raises `UnavailableError`: the address cannot be listened on.
         """
         settings = settings or ChannelSettings()
         listener = Listener(_rank_name(name, rank), address, secret=secret, settings=settings)
@@ -96,9 +88,8 @@ class RankExchange:
     def meet(self, addresses: Sequence[str], *, deadline: float) -> None:
         """Connects to the ranks before this one, and accepts those after it.
 
-        Raises:
-            UnavailableError: they did not all come in time.
-            PeerError: somebody came who is none of them.
+        Raises `UnavailableError`: they did not all come in time; `PeerError`: somebody came who is
+        none of them.
         """
         for rank in range(self._rank):
             self._channels[rank] = connect(
@@ -130,9 +121,7 @@ class RankExchange:
     def swap(self, mine: memoryview) -> list[memoryview]:
         """What each rank has brought, in the order of the ranks; all bring as many bytes.
 
-        Raises:
-            UnavailableError: a rank is lost.
-            PeerError: a rank brought something else.
+        Raises `UnavailableError`: a rank is lost; `PeerError`: a rank brought something else.
         """
         parts = {rank: bytearray() for rank in self._channels}
         # Chunk by chunk, so that nobody is further ahead than a channel takes.

@@ -44,12 +44,7 @@ MEET_S = 60.0
 
 
 def main(given: str, report: str = "") -> int:
-    """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed.
-
-    Args:
-        given: The descriptor of its spec.
-        report: The name of the descriptor for what it reports to its command, if there is one.
-    """
+    """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed."""
     # What was imported stays: a full collection would look at it, for a tenth of a second.
     gc.freeze()
     spec = read_sealed(given, RankSpec)

@@ -77,8 +77,7 @@ class RemoteWorkers:
     def submit(self, step: Step) -> None:
         """Sends a step to every rank.
 
-        Raises:
-            UnavailableError: a rank is lost.
+        Raises `UnavailableError`: a rank is lost.
         """
         frame = encode(step)
         for channel in self.channels:
@@ -97,8 +96,7 @@ class RemoteWorkers:
     def open_pair(self, pair: PairSpec, *, weights: str) -> None:
         """Ranks open their part of a pair before their next step.
 
-        Raises:
-            UnavailableError: a rank is lost.
+        Raises `UnavailableError`: a rank is lost.
         """
         for channel in self.channels:
             channel.send(encode(OpenRankPair(pair, weights)))
@@ -106,8 +104,7 @@ class RemoteWorkers:
     def close_pair(self, prefill: str, decode: str) -> None:
         """Ranks close it before their next step.
 
-        Raises:
-            UnavailableError: a rank is lost.
+        Raises `UnavailableError`: a rank is lost.
         """
         for channel in self.channels:
             channel.send(encode(CloseRankPair(prefill, decode)))
@@ -115,9 +112,8 @@ class RemoteWorkers:
     def load_weights(self, path: str, digest: str) -> None:
         """Replaces the weights of every rank; no step may be under way.
 
-        Raises:
-            WeightsNotLoaded: a rank could not load them, or not in time.
-            UnavailableError: a rank is lost.
+        Raises `WeightsNotLoaded`: a rank could not load them, or not in time; `UnavailableError`: a
+        rank is lost.
         """
         problem = self._order(LoadRank(path, digest))
         if problem:
@@ -126,8 +122,7 @@ class RemoteWorkers:
     def give_back(self, tiers: Sequence[FreedTier], *, weights: bool = False) -> None:
         """Every rank returns memory to the system; no step or copy may use it.
 
-        Raises:
-            UnavailableError: a rank could not, or is lost.
+        Raises `UnavailableError`: a rank could not, or is lost.
         """
         problem = self._order(FreeRank(list(tiers), weights))
         if problem:
@@ -136,8 +131,7 @@ class RemoteWorkers:
     def take_again(self) -> None:
         """Every rank takes memory of a GPU again that it gave back.
 
-        Raises:
-            UnavailableError: a rank could not, or is lost.
+        Raises `UnavailableError`: a rank could not, or is lost.
         """
         problem = self._order(WakeRank())
         if problem:
@@ -176,9 +170,7 @@ class RemoteWorkers:
     def listen(self) -> None:
         """Receives what has arrived.
 
-        Raises:
-            UnavailableError: a rank is lost.
-            PeerError: a rank sent an invalid message.
+        Raises `UnavailableError`: a rank is lost; `PeerError`: a rank sent an invalid message.
         """
         for rank, channel in enumerate(self.channels):
             while not isinstance(said := channel.receive(), Empty):
@@ -214,9 +206,7 @@ def serve_rank(
 ) -> str:
     """Computes steps until the scheduler sends `End`; returns why it ended.
 
-    Raises:
-        UnavailableError: the scheduler is lost.
-        PeerError: it sent an invalid message.
+    Raises `UnavailableError`: the scheduler is lost; `PeerError`: it sent an invalid message.
     """
     address = "" if handed is None else handed.peers.address
     channel.send(encode(RankLoaded(rank.facts.to_bytes(), address)))
@@ -465,8 +455,7 @@ def encode(message: FromRank | ToRank) -> bytes:
 def read_by_scheduler(frame: bytes) -> FromRank:
     """Decodes a frame from a rank.
 
-    Raises:
-        PeerError: it is not a message of a rank.
+    Raises `PeerError`: it is not a message of a rank.
     """
     return _from_rank.decode(frame)
 
@@ -474,8 +463,7 @@ def read_by_scheduler(frame: bytes) -> FromRank:
 def read_by_rank(frame: bytes) -> ToRank:
     """Decodes a frame from a scheduler.
 
-    Raises:
-        PeerError: it is not a message of a scheduler.
+    Raises `PeerError`: it is not a message of a scheduler.
     """
     return _to_rank.decode(frame)
 
@@ -503,16 +491,8 @@ def meet_ranks(
 ) -> MetRanks:
     """Accepts all ranks, lets them meet each other, and waits until they have loaded.
 
-    Args:
-        listener: Where they connect.
-        ranks: How many there are.
-        deadline: On the monotonic clock.
-        terms: What they must compute with, by the key of each setting; another rank is refused.
-        progress: Called after each layer that a rank has loaded: rank, layers, of how many.
-
-    Raises:
-        UnavailableError: they did not all connect in time, or one was lost.
-        PeerError: one sent an invalid message.
+    Raises `UnavailableError`: they did not all connect in time, or one was lost; `PeerError`: one
+    sent an invalid message.
     """
     came: dict[int, Channel] = {}
     try:
@@ -616,8 +596,7 @@ def join(
 ) -> tuple[Channel, MeetAt]:
     """Connects a rank to its scheduler; returns the channel, and where to meet the other ranks.
 
-    Raises:
-        UnavailableError: the scheduler did not answer in time, refused it, or is gone.
+    Raises `UnavailableError`: the scheduler did not answer in time, refused it, or is gone.
     """
     deadline = time.monotonic() + DIAL_S
     settings = ChannelSettings(open_s=DIAL_AGAIN_S, silence_s=silence_s)

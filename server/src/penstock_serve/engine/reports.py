@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int) -> bytes:
     """The answer to a question, as JSON.
 
-    Args:
-        ask: The question.
-        spec: The instance.
-        engine: Its engine.
-        token_bytes: Bytes of KV of one token, over all layers and ranks.
-
-    Raises:
-        InvariantViolation: an audit found a violated invariant.
+    Raises `InvariantViolation`: an audit found a violated invariant.
     """
     match ask.what:
         case "story":

@@ -94,13 +94,7 @@ class Sampling:
     def change(
         self, prompt: Sequence[int], answer: Sequence[int], banned: Sequence[int]
     ) -> LogitChange | None:
-        """What is done to the logits of the next token; `None` if nothing is.
-
-        Args:
-            prompt: The tokens of the prompt.
-            answer: The tokens of the answer so far.
-            banned: Tokens that must not be chosen now.
-        """
+        """What is done to the logits of the next token; `None` if nothing is."""
         if not (banned or self.logit_bias or self.needs_tokens):
             return None
         repeats = self.repetition_penalty != 1

@@ -119,9 +119,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Adds a request.
 
-        Raises:
-            ValueError: it can never fit on the device, or its id is in use.
-            CapacityError: too many requests wait.
+        Raises `ValueError`: it can never fit on the device, or its id is in use; `CapacityError`:
+        too many requests wait.
         """
         if request.id in self._by_request:
             raise ValueError(f"id is {request.id!r}, must be one that no running request has")
@@ -170,12 +169,7 @@ class Scheduler:
         self._release_ended()
 
     def compute_here(self, request: str, *, lost: bool = False) -> None:
-        """Computes a request's prompt here, without a handoff.
-
-        Args:
-            request: Its name.
-            lost: Whether the instance that was to compute it is gone.
-        """
+        """Computes a request's prompt here, without a handoff."""
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             answer.handed, answer.next_request = True, None
@@ -185,14 +179,7 @@ class Scheduler:
     def change_prefill(
         self, request: str, handoff: str, prefill: str, *, lost: bool = False
     ) -> None:
-        """Another instance computes a request's prompt, unless it is being computed here.
-
-        Args:
-            request: Its name.
-            handoff: The name of the handoff from there.
-            prefill: The other instance.
-            lost: Whether the instance before it is gone.
-        """
+        """Another instance computes a request's prompt, unless it is being computed here."""
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             if answer.number or not answer.request.handoff:
@@ -258,8 +245,7 @@ class Scheduler:
     ) -> list[Output]:
         """Processes the results of a step; steps must be finished in the order of their plans.
 
-        Raises:
-            ValueError: it is another step's turn, or not every draw was answered.
+        Raises `ValueError`: it is another step's turn, or not every draw was answered.
         """
         if not self._flying or self._flying[0][0] is not step:
             raise ValueError(f"step {step.number} is not the oldest one under way")

@@ -40,8 +40,8 @@ class Share:
 def share_of(architecture: Architecture, *, rank: int, ranks: int) -> Share:
     """The share of one rank.
 
-    Raises:
-        ConfigError: there are more ranks than query heads, or heads that cannot be distributed.
+    Raises `ConfigError`: there are more ranks than query heads, or heads that cannot be
+    distributed.
     """
     if not 0 <= rank < ranks:
         raise ConfigError("rank", f"is {rank}, must be from 0 to {ranks - 1}")

@@ -196,12 +196,7 @@ def sealed(spec: InstanceSpec | RankSpec) -> int:
 
 
 def read_sealed(given: str, kind: type[SpecT]) -> SpecT:
-    """The spec of this process.
-
-    Args:
-        given: The number of the descriptor, or its name at the supervisor.
-        kind: The type of the spec.
-    """
+    """The spec of this process."""
     fd = int(given) if given.isdecimal() else inherited_descriptor(given)
     # `pread`: all lives of a process share the descriptor, and so its position.
     return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=kind)

@@ -58,8 +58,7 @@ class Text:
     def of(cls, model: Path) -> Text:
         """The tokenizer of a checkpoint: a folder, or a GGUF file.
 
-        Raises:
-            ConfigError: there is none.
+        Raises `ConfigError`: there is none.
         """
         is_file = model.suffix == ".gguf"
         try:
@@ -71,15 +70,8 @@ class Text:
     def encode(self, text: str, *, longest: int | None = None, plain: bool = True) -> list[int]:
         """The tokens of a text.
 
-        Args:
-            text: The text.
-            longest: The most tokens that are allowed; a much longer text is not encoded whole.
-            plain: Whether the text is plain, so that the model's own first token is added; a
-                conversation that its template put together has it already.
-
-        Raises:
-            TextTooLong: it has more tokens.
-            ValueError: it has no UTF-8 encoding, as a text with half a surrogate pair.
+        Raises `TextTooLong`: it has more tokens; `ValueError`: it has no UTF-8 encoding, as a text
+        with half a surrogate pair.
         """
         text.encode()
         if longest is not None:
@@ -114,14 +106,8 @@ class Text:
     ) -> list[int]:
         """The tokens of a conversation, up to the start of the assistant's turn.
 
-        Args:
-            messages: The turns.
-            longest: The most tokens that are allowed.
-            variables: What the template may read beside the messages, such as `enable_thinking`.
-
-        Raises:
-            TextTooLong: it has more than `longest` tokens.
-            ValueError: the model has no chat template, or the template refuses the messages.
+        Raises `TextTooLong`: it has more than `longest` tokens; `ValueError`: the model has no chat
+        template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template: use completions instead")

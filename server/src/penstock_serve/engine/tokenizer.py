@@ -98,8 +98,7 @@ class Tokenizer:
     def of_folder(cls, folder: Path) -> Tokenizer | None:
         """The tokenizer of a folder; `None` if it has no `tokenizer.json`.
 
-        Raises:
-            ValueError: a file cannot be read.
+        Raises `ValueError`: a file cannot be read.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -119,9 +118,7 @@ class Tokenizer:
     def of_gguf(cls, path: Path) -> Tokenizer | None:
         """The tokenizer of a GGUF file; `None` if its kind is another one.
 
-        Raises:
-            ConfigError: the file cannot be read.
-            ValueError: its vocabulary cannot be used.
+        Raises `ConfigError`: the file cannot be read; `ValueError`: its vocabulary cannot be used.
         """
         found = read_fields(path, "tokenizer.")
         split = SPLITS.get(str(found.get("ggml.pre", "default")))
@@ -170,9 +167,8 @@ class Tokenizer:
     ) -> str:
         """A conversation as one text; the template may read further `variables`.
 
-        Raises:
-            ValueError: tokens are asked for: `encode` makes them.
-            TemplateError: the template does not take it.
+        Raises `ValueError`: tokens are asked for: `encode` makes them; `TemplateError`: the
+        template does not take it.
         """
         if tokenize:
             raise ValueError("tokenize is True, must be False: encode the text")

@@ -40,9 +40,8 @@ def version_of(name: str, digest: str) -> str:
 def check_weights(path: str, architecture: Architecture) -> str:
     """Checks that a checkpoint can replace the weights of a model; returns its digest.
 
-    Raises:
-        ConfigError: there is none at `path`, or it is of another model.
-        UnavailableError: its files cannot be read.
+    Raises `ConfigError`: there is none at `path`, or it is of another model; `UnavailableError`:
+    its files cannot be read.
     """
     model, checkpoint = _opened(path, architecture)
     checkpoint.close()
@@ -55,9 +54,8 @@ def check_weights(path: str, architecture: Architecture) -> str:
 def load_weights(decoder: Decoder, path: str, digest: str) -> None:
     """Copies a rank's part of a checkpoint over its weights.
 
-    Raises:
-        WeightsNotLoaded: it cannot be read, is of another model, or its files are not those that
-            were checked; the weights may be mixed.
+    Raises `WeightsNotLoaded`: it cannot be read, is of another model, or its files are not those
+    that were checked; the weights may be mixed.
     """
     try:
         model, checkpoint = _opened(path, decoder.architecture)

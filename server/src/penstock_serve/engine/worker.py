@@ -231,8 +231,7 @@ class Worker:
     def execute(self, step: Step) -> StepResult:
         """Computes a step; the first rank returns the sampled tokens.
 
-        Raises:
-            UnavailableError: the device does not finish it.
+        Raises `UnavailableError`: the device does not finish it.
         """
         result = self.submit(step).result(time.monotonic() + STEP_S)
         if result is None:
@@ -268,9 +267,7 @@ class Worker:
         """Returns the memory of the weights to the system, until `load_weights`.
 
         Returns how many bytes that were.
-
-        Raises:
-            UnavailableError: the system does not take it.
+        Raises `UnavailableError`: the system does not take it.
         """
         if self._memory is not None:
             return self._memory.give_back()
@@ -285,8 +282,7 @@ class Worker:
     def load_weights(self, path: str, digest: str) -> None:
         """Replaces the weights; no step may be under way.
 
-        Raises:
-            WeightsNotLoaded: the weights may be mixed now: another load must succeed first.
+        Raises `WeightsNotLoaded`: the weights may be mixed now: another load must succeed first.
         """
         if self._memory is not None:
             try:
@@ -324,8 +320,7 @@ def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
 def device_of(name: str, rank: int) -> torch.device:
     """The device of a rank, which becomes the current one; with `cuda` alone, rank N gets GPU N.
 
-    Raises:
-        UnavailableError: torch sees no such device.
+    Raises `UnavailableError`: torch sees no such device.
     """
     device = torch.device(name)
     if device.type != "cuda":
@@ -396,16 +391,7 @@ def load_rank(
 ) -> LoadedRank:
     """Loads the weights of one rank and allocates its device blocks.
 
-    Args:
-        spec: The instance.
-        rank: Which of its ranks.
-        progress: Called after each layer with the number of loaded layers, and of all.
-        exchange: Its channels to ranks on other machines; without it, torch connects the ranks.
-
-    Raises:
-        ConfigError: the model or the configuration is wrong, or they do not match.
-        UnavailableError: the default model is not installed, there is no such device, or the
-            model's files are no longer those that were named.
+    Raises `ConfigError` or `UnavailableError`.
     """
     config, dtype = spec.config, spec.torch_dtype
     if config.cache.device is None:

@@ -113,8 +113,7 @@ def _most_tokens(profile: Profile, turns: int, counts: TokenCounts) -> int:
 def fit_profile(profile: Profile, counts: TokenCounts, context: int) -> Profile:
     """The same sessions, with fewer turns if more do not fit into a context.
 
-    Raises:
-        ConfigError: not even the first turn fits.
+    Raises `ConfigError`: not even the first turn fits.
     """
     turns = profile.turns
     while turns > 1 and _most_tokens(profile, turns, counts) > context:

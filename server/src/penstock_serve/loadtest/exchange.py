@@ -225,10 +225,8 @@ class LoadTarget:
         """What the server says about the model that is asked, or about its first one.
 
         Of a model that was named, nothing need be known: the run shows whether there is one.
-
-        Raises:
-            UnavailableError: it cannot be reached, or does not name its models.
-            ConfigError: it has a key, and this is another one.
+        Raises `UnavailableError`: it cannot be reached, or does not name its models; `ConfigError`:
+        it has a key, and this is another one.
         """
         if not self.model:
             return (await self._models())[0]

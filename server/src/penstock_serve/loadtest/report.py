@@ -394,8 +394,7 @@ def describe_runs(reports: Sequence[LoadReport]) -> str:
 def read_report(path: Path) -> LoadReport:
     """A report that `--json` wrote.
 
-    Raises:
-        ConfigError: the file has none.
+    Raises `ConfigError`: the file has none.
     """
     try:
         with path.open("rb") as file:

@@ -164,14 +164,7 @@ class ScriptSession:
 def generate(
     profile: Profile, *, seed: int, requests: int, rate: float | None = None
 ) -> Iterator[ScriptSession]:
-    """Sessions with so many requests in all; with a rate, they arrive as a Poisson process.
-
-    Args:
-        profile: Their shape.
-        seed: Decides all texts, lengths and times.
-        requests: The last session is cut short, so that there are exactly so many.
-        rate: Requests a second, on average.
-    """
+    """Sessions with so many requests in all; with a rate, they arrive as a Poisson process."""
     prefixes = [
         _text(Random(f"{seed} system {number}"), profile.system_tokens)
         for number in range(profile.prefixes)
@@ -239,9 +232,7 @@ def from_trace(settings: TraceSettings) -> tuple[int, Iterator[ScriptSession]]:
     """The first requests of a trace as sessions of one turn, and how many there are.
 
     The trace is read once before, so that a wrong line is found before anything was sent.
-
-    Raises:
-        ConfigError: the trace cannot be read.
+    Raises `ConfigError`: the trace cannot be read.
     """
     times = [request.at_s for request in _requests(settings)]
     scale = 1.0

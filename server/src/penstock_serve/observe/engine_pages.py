@@ -189,8 +189,7 @@ def _rank_of(labels: dict[str, str]) -> tuple[int, ...]:
 def read_page(text: str) -> EnginePage:
     """Reads a page.
 
-    Raises:
-        PageError: it is no page of an engine that is known.
+    Raises `PageError`: it is no page of an engine that is known.
     """
     samples = _Samples(text)
     for prefix, read in ENGINES.items():

@@ -552,23 +552,13 @@ class ServerMetrics:
         self.http_responses.labels(endpoint, str(status)).inc()
 
     def answered(self, spent_s: Sequence[float], took_s: float) -> None:
-        """A request was answered.
-
-        Args:
-            spent_s: The time of each of `PHASES`; empty if that is not known.
-            took_s: All of it.
-        """
+        """A request was answered."""
         self.request_s.observe(took_s)
         for phase, seconds in zip(self._phases, spent_s, strict=False):
             phase.observe(seconds)
 
     def text(self, instances: Sequence[InstanceStatistics], *, retries: int) -> bytes:
-        """All metrics in Prometheus' text format.
-
-        Args:
-            instances: What each instance reports.
-            retries: Requests that the router sent to another instance.
-        """
+        """All metrics in Prometheus' text format."""
         behind = CollectorRegistry()
         behind.register(_Instances(instances, retries))
         return generate_latest(self._registry) + generate_latest(behind)

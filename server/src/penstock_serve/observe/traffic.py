@@ -193,27 +193,14 @@ class Traffic:
     def first_token(
         self, record: RequestRecord, *, found: dict[str, int], is_warm: bool, now: float
     ) -> None:
-        """The first text of an answer is there.
-
-        Args:
-            record: The request.
-            found: Its prompt tokens that were not computed, by where they came from.
-            is_warm: Whether it counts among those that had a hit.
-            now: The time.
-        """
+        """The first text of an answer is there."""
         record.found = found
         record.first_token_s = seconds = now - record.began
         self._slice_at(now).add(record, seconds, is_warm=is_warm)
         self._times[is_warm].append(_Sample(now, seconds, record.prompt_tokens or 0))
 
     def token(self, *, generated: int, gap_s: float | None, now: float) -> None:
-        """A piece of an answer is there.
-
-        Args:
-            generated: Its tokens.
-            gap_s: How long each of them took after the one before; `None` for the first piece.
-            now: The time.
-        """
+        """A piece of an answer is there."""
         self._slice_at(now).add_tokens(generated, gap_s)
         if gap_s is not None:
             self._gaps.append(_Sample(now, gap_s))

@@ -79,13 +79,7 @@ class AccessLog:
     def __init__(
         self, app: ASGIApp, count: Callable[[str, int], None], tracing: Tracing | None = None
     ) -> None:
-        """Wraps an application.
-
-        Args:
-            app: What answers.
-            count: Called with the name of the endpoint, and the status, of each response.
-            tracing: Makes a span of each request.
-        """
+        """Wraps an application."""
         self._app = app
         self._count = count
         self._tracing = tracing

@@ -51,8 +51,7 @@ _DRAIN: Mapping[str, Read] = {
 def read_pause(body: bytes) -> DrainRequest:
     """The body of `POST /admin/pause`, which may be empty.
 
-    Raises:
-        BadRequest: a field is wrong.
+    Raises `BadRequest`: a field is wrong.
     """
     return DrainRequest(**_read(body, _DRAIN))
 
@@ -77,8 +76,7 @@ class SleepRequest:
 def read_sleep(body: bytes) -> SleepRequest:
     """The body of `POST /admin/sleep`, which may be empty.
 
-    Raises:
-        BadRequest: a field is wrong.
+    Raises `BadRequest`: a field is wrong.
     """
     return SleepRequest(**_read(body, {"level": whole(1, 2), "host": flag, **_DRAIN}))
 
@@ -86,8 +84,7 @@ def read_sleep(body: bytes) -> SleepRequest:
 def read_tiers(body: bytes) -> dict[str, dict[str, int | float]]:
     """The body of `POST /admin/tiers`: `{"host": {"gib": 2}}`, or `{"host": {"blocks": 100}}`.
 
-    Raises:
-        BadRequest: a size is wrong, or there is none.
+    Raises `BadRequest`: a size is wrong, or there is none.
     """
     sizes = {name: _size(name, value) for name, value in read_object(body or b"{}").items()}
     if not sizes:
@@ -108,8 +105,7 @@ def _size(name: str, value: object) -> dict[str, int | float]:
 def read_empty(body: bytes) -> None:
     """The body of a call that takes no fields.
 
-    Raises:
-        BadRequest: it has some.
+    Raises `BadRequest`: it has some.
     """
     _read(body, {})
 
@@ -127,8 +123,7 @@ class RoleRequest:
 def read_role(body: bytes) -> RoleRequest:
     """The body of `POST /admin/role`: `{"instance": NAME, "role": ROLE, "timeout_s": SECONDS}`.
 
-    Raises:
-        BadRequest: a field is wrong, or missing.
+    Raises `BadRequest`: a field is wrong, or missing.
     """
     known = {"instance": word, "role": one_of(*ROLES), "timeout_s": number(0, TIMEOUT_S_MAX)}
     found = _read(body, known)
@@ -159,8 +154,7 @@ class WeightsRequest:
 def read_weights(body: bytes) -> WeightsRequest:
     """The body of `POST /admin/weights`.
 
-    Raises:
-        BadRequest: a field is wrong, or there is neither a path nor a version.
+    Raises `BadRequest`: a field is wrong, or there is neither a path nor a version.
     """
     known = {"path": _path, "version": _version, "load_timeout_s": number(0.1, TIMEOUT_S_MAX)}
     found = WeightsRequest(**_read(body, {**known, **_DRAIN}))
@@ -182,8 +176,7 @@ class PinRequest:
 def read_pin(body: bytes) -> PinRequest:
     """The body of `POST /admin/pin`: a name, a prompt or messages, and for how long.
 
-    Raises:
-        BadRequest: a field is wrong, or missing.
+    Raises `BadRequest`: a field is wrong, or missing.
     """
     found = _read(
         body,
@@ -203,8 +196,7 @@ def read_pin(body: bytes) -> PinRequest:
 def read_unpin(body: bytes) -> str:
     """The body of `POST /admin/unpin`: `{"name": NAME}`.
 
-    Raises:
-        BadRequest: it has no name.
+    Raises `BadRequest`: it has no name.
     """
     found = _read(body, {"name": _pin_name})
     _require_name(found)

@@ -343,8 +343,7 @@ async def ask_instances(
 ) -> list[Any]:
     """What instances say, all asked at once; those that are lost meanwhile are left out.
 
-    Raises:
-        InstanceLost: one that is `required` is lost.
+    Raises `InstanceLost`: one that is `required` is lost.
     """
     asked = await asyncio.gather(*(link.ask(what, of) for link in links), return_exceptions=True)
     for each in asked:

@@ -119,8 +119,7 @@ class Control:
     async def pause(self, wanted: DrainRequest) -> ControlResult:
         """Lets no request begin, ends those under way, and waits until the instances are idle.
 
-        Raises:
-            BadRequest: another operation did not end in time.
+        Raises `BadRequest`: another operation did not end in time.
         """
         async with self._alone(wanted.timeout_s):
             self._gate.hold(ServerState.PAUSED)
@@ -131,8 +130,7 @@ class Control:
     async def resume(self) -> ControlResult:
         """Lets requests begin again.
 
-        Raises:
-            BadRequest: another operation did not end in time, or the server is asleep.
+        Raises `BadRequest`: another operation did not end in time, or the server is asleep.
         """
         async with self._alone(SETTLE_S):
             self._require_awake()
@@ -147,11 +145,8 @@ class Control:
 
         An instance that failed gets no requests until it has them: by the same call again, or
         after its restart.
-
-        Raises:
-            BadRequest: an instance cannot load this checkpoint, or the server is asleep; nothing
-                was changed.
-            InstanceLost: no instance is ready.
+        Raises `BadRequest`: an instance cannot load this checkpoint, or the server is asleep;
+        nothing was changed; `InstanceLost`: no instance is ready.
         """
         async with self._alone(wanted.timeout_s):
             self._require_awake()
@@ -177,8 +172,7 @@ class Control:
     async def sleep(self, wanted: SleepRequest) -> ControlResult:
         """Ends requests as `pause` does; then all instances give memory back.
 
-        Raises:
-            BadRequest: another operation did not end in time.
+        Raises `BadRequest`: another operation did not end in time.
         """
         async with self._alone(wanted.timeout_s):
             self._gate.hold(ServerState.ASLEEP)
@@ -193,9 +187,7 @@ class Control:
         """All instances take their memory again, and requests begin, unless they are paused.
 
         An instance that cannot gets no requests until the same call succeeds.
-
-        Raises:
-            BadRequest: another operation did not end in time.
+        Raises `BadRequest`: another operation did not end in time.
         """
         async with self._alone(SETTLE_S):
             self._slept = None
@@ -212,9 +204,8 @@ class Control:
     async def resize_tiers(self, sizes: dict[str, dict[str, int | float]]) -> ControlResult:
         """Changes the size of tiers of all instances; returns when they have it.
 
-        Raises:
-            BadRequest: an instance cannot have tiers of this size, or the server is asleep;
-                nothing was changed.
+        Raises `BadRequest`: an instance cannot have tiers of this size, or the server is asleep;
+        nothing was changed.
         """
         async with self._alone(SETTLE_S):
             self._require_awake()
@@ -237,8 +228,7 @@ class Control:
     ) -> ControlResult:
         """Keeps the blocks of a prefix from leaving, in all instances, for some seconds.
 
-        Raises:
-            BadRequest: another operation did not end in time, or the server is asleep.
+        Raises `BadRequest`: another operation did not end in time, or the server is asleep.
         """
         async with self._alone(SETTLE_S):
             self._require_awake()
@@ -254,8 +244,7 @@ class Control:
     async def unpin(self, name: str) -> ControlResult:
         """Lets the blocks of a prefix leave again.
 
-        Raises:
-            BadRequest: another operation did not end in time.
+        Raises `BadRequest`: another operation did not end in time.
         """
         async with self._alone(SETTLE_S):
             self._pins.pop(name, None)
@@ -279,9 +268,7 @@ class Control:
 
         Returns:
             The names of the ready instances.
-
-        Raises:
-            BadRequest: another operation did not end in time.
+        Raises `BadRequest`: another operation did not end in time.
         """
         async with self._alone(SETTLE_S):
             return self._router.reset(f"weights are now {version}", weights_version=version)
@@ -291,10 +278,8 @@ class Control:
 
         New requests follow the new role at once. It returns when those of the old role have ended,
         or after `timeout_s`, and says how many have not; other operations may begin meanwhile.
-
-        Raises:
-            BadRequest: there is no such instance, it cannot have the role, another operation did
-                not end in time, or the server is asleep.
+        Raises `BadRequest`: there is no such instance, it cannot have the role, another operation
+        did not end in time, or the server is asleep.
         """
         async with self._alone(wanted.timeout_s):
             self._require_awake()

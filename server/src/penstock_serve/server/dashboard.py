@@ -168,12 +168,7 @@ class MetricsWatch:
     """All servers, and their last ten minutes."""
 
     def __init__(self, urls: Sequence[ServerUrl], *, what: str = "server") -> None:
-        """Makes it; it asks nobody yet.
-
-        Args:
-            urls: The servers.
-            what: What the log says is up or down: a router knows of its servers otherwise.
-        """
+        """Makes it; it asks nobody yet."""
         self._watched = [_Watched(url, what) for url in urls]
         self._slices: deque[_GrowingSlice] = deque(maxlen=SLICES_KEPT)
         self._asked_at = -SCRAPE_EVERY_S

@@ -168,8 +168,7 @@ class InstanceStream:
     def __init__(self, name: str, number: int, settings: EventsTable) -> None:
         """Binds its ports.
 
-        Raises:
-            UnavailableError: one is in use.
+        Raises `UnavailableError`: one is in use.
         """
         self._number = number
         self._settings = settings
@@ -402,8 +401,7 @@ class EventPublisher:
     def __init__(self, settings: EventsTable, names: Sequence[str]) -> None:
         """Binds the ports of the instances that the server starts itself.
 
-        Raises:
-            UnavailableError: one is in use.
+        Raises `UnavailableError`: one is in use.
         """
         self._settings = settings
         self._streams: dict[str, InstanceStream | None] = {}
@@ -416,12 +414,7 @@ class EventPublisher:
             raise
 
     def begin(self, link: InstanceLink, config_of: Callable[[], Config]) -> None:
-        """An instance is ready; what it has cached follows.
-
-        Args:
-            link: The instance.
-            config_of: Its configuration now, which its keys are computed with.
-        """
+        """An instance is ready; what it has cached follows."""
         stream = self._stream_of(link)
         if stream is None:
             return

@@ -195,8 +195,7 @@ def read_fields(
 ) -> dict[str, Any]:
     """The supported fields of an object; null is the same as absent.
 
-    Raises:
-        BadRequest: a field is wrong, unknown, or unsupported.
+    Raises `BadRequest`: a field is wrong, unknown, or unsupported.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -217,8 +216,7 @@ def read_fields(
 def read_object(body: bytes) -> dict[str, object]:
     """Reads a body as a JSON object.
 
-    Raises:
-        BadRequest: it is not one.
+    Raises `BadRequest`: it is not one.
     """
     if not body:
         raise BadRequest("the body is empty, must be a JSON object")

@@ -52,12 +52,7 @@ class Guard:
     """Checks requests before they are processed."""
 
     def __init__(self, api_key: str, hosts: Iterable[str] = ()) -> None:
-        """Makes it.
-
-        Args:
-            api_key: What clients must send; empty: nothing.
-            hosts: Names of this server that only its operator knows, such as that of a proxy.
-        """
+        """Makes it."""
         self._digest = _digest(api_key.encode()) if api_key else b""
         self._hosts = {_plain(name) for name in hosts}
         self._machine = _plain(socket.gethostname())
@@ -158,9 +153,7 @@ def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.envir
     """The API key in effect, empty if there is none; it is taken out of the environment.
 
     Options and the configuration take precedence over the environment.
-
-    Raises:
-        ConfigError: the key, or the file that should hold it, is not usable.
+    Raises `ConfigError`: the key, or the file that should hold it, is not usable.
     """
     of_environment = environment.pop(KEY_VARIABLE, "")
     if serve.api_key_file:
@@ -173,8 +166,7 @@ def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.envir
 def find_client_key(api_key_file: str | None) -> str:
     """The key that a command sends to a server, empty if it was given none.
 
-    Raises:
-        ConfigError: the key, or the file that should hold it, is not usable.
+    Raises `ConfigError`: the key, or the file that should hold it, is not usable.
     """
     require_usable_options(None, api_key_file)
     if api_key_file is not None:
@@ -185,8 +177,7 @@ def find_client_key(api_key_file: str | None) -> str:
 def require_usable_options(api_key: str | None, api_key_file: str | None) -> None:
     """Refuses options that seem to give a key and give none, such as an unset shell variable.
 
-    Raises:
-        ConfigError: one of them is empty, or both are given.
+    Raises `ConfigError`: one of them is empty, or both are given.
     """
     if api_key is not None and api_key_file is not None:
         raise ConfigError(

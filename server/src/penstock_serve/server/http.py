@@ -354,9 +354,7 @@ def require_json(http: HttpRequest) -> None:
     """Refuses a body that is not declared as JSON.
 
     A page of any site may have a browser send other types without asking the server first.
-
-    Raises:
-        BadRequest: there is a body, and it has another type or none.
+    Raises `BadRequest`: there is a body, and it has another type or none.
     """
     given = http.headers.get("content-type", "")
     length = http.headers.get("content-length", "0")
@@ -375,8 +373,7 @@ def require_json(http: HttpRequest) -> None:
 async def read_body(http: HttpRequest, *, bytes_max: int, within_s: float) -> bytes:
     """The body of a request, which must be JSON.
 
-    Raises:
-        BadRequest: it is of another type, or too long, or does not come in time.
+    Raises `BadRequest`: it is of another type, or too long, or does not come in time.
     """
     require_json(http)
     too_large = BadRequest(f"the body has more than {bytes_max} bytes", status=413)

@@ -108,10 +108,7 @@ class InstanceLink:
         """Submits a request and yields its tokens until every answer has ended.
 
         If the prompt is scored, that comes first.
-
-        Raises:
-            InstanceLost: the instance is gone.
-            RequestRefusal: it refused the request.
+        Raises `InstanceLost`: the instance is gone; `RequestRefusal`: it refused the request.
         """
         queue: asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost] = (
             asyncio.Queue()
@@ -147,16 +144,14 @@ class InstanceLink:
     async def ask(self, what: What, of: str = "") -> bytes:
         """Asks the instance about itself; the answer is JSON.
 
-        Raises:
-            InstanceLost: it is gone, or does not answer in time.
+        Raises `InstanceLost`: it is gone, or does not answer in time.
         """
         return await self.order(partial(ms.Ask, what=what, of=of), timeout_s=ASK_S)
 
     async def order(self, make: Callable[..., ms.Ask | ms.Order], *, timeout_s: float) -> bytes:
         """Sends the message that `make` returns for an `id`; returns its answer, which is JSON.
 
-        Raises:
-            InstanceLost: the instance is gone, or does not answer in time.
+        Raises `InstanceLost`: the instance is gone, or does not answer in time.
         """
         self._require_there()
         number, self._ask_next = self._ask_next, self._ask_next + 1

@@ -52,13 +52,7 @@ class LiveFeed:
     def __init__(
         self, gather: Callable[[], Awaitable[bytes]], guard: Guard, *, every_s: float = TICK_S
     ) -> None:
-        """Makes it; nothing runs until somebody looks.
-
-        Args:
-            gather: Makes a document, as JSON in one line.
-            guard: Who may see it.
-            every_s: How often it is made while somebody looks.
-        """
+        """Makes it; nothing runs until somebody looks."""
         self._gather = gather
         self._guard = guard
         self._document = b""

@@ -76,15 +76,7 @@ class LiveReport:
         model: str,
         expected: int,
     ) -> None:
-        """Makes it; it asks nobody yet.
-
-        Args:
-            router: Knows the instances.
-            metrics: What the server has seen itself.
-            admission: Counts the requests under way.
-            model: The name of the model.
-            expected: How many instances there should be; 0 if that is not known.
-        """
+        """Makes it; it asks nobody yet."""
         self._router = router
         self._metrics = metrics
         self._admission = admission

@@ -134,8 +134,7 @@ class ChatRequest(TextRequest):
 def read_completion(body: bytes) -> CompletionRequest:
     """The request in the body of `POST /v1/completions`.
 
-    Raises:
-        BadRequest: it is not JSON, or a field is wrong or unsupported.
+    Raises `BadRequest`: it is not JSON, or a field is wrong or unsupported.
     """
     found = read_fields(read_object(body), _COMPLETION)
     if "prompt" not in found:
@@ -149,8 +148,7 @@ def read_completion(body: bytes) -> CompletionRequest:
 def read_chat(body: bytes) -> ChatRequest:
     """The request in the body of `POST /v1/chat/completions`.
 
-    Raises:
-        BadRequest: it is not JSON, or a field is wrong or unsupported.
+    Raises `BadRequest`: it is not JSON, or a field is wrong or unsupported.
     """
     found = read_fields(read_object(body), _CHAT)
     if "messages" not in found:
@@ -243,8 +241,7 @@ def _hints(found: dict[str, Any]) -> RetentionHints:
 def read_request_hints(given: Mapping[str, object]) -> RetentionHints:
     """The hints in the fields `penstock` and `prompt_cache_retention` of a request.
 
-    Raises:
-        BadRequest: one of them is wrong.
+    Raises `BadRequest`: one of them is wrong.
     """
     return _hints(read_fields(given, _HINTS))
 
@@ -252,8 +249,7 @@ def read_request_hints(given: Mapping[str, object]) -> RetentionHints:
 def read_cache_key(given: Mapping[str, object]) -> str:
     """The field `prompt_cache_key` of a request, empty if it has none.
 
-    Raises:
-        BadRequest: it is wrong.
+    Raises `BadRequest`: it is wrong.
     """
     found: str = read_fields(given, _CACHE_KEY).get("prompt_cache_key", "")
     return found

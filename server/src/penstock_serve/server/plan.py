@@ -101,9 +101,8 @@ class ServeOptions:
 def settle(config: Config | None, options: ServeOptions) -> Config:
     """The complete configuration: the file's settings, overridden by the command line.
 
-    Raises:
-        ConfigError: the model or a setting is wrong.
-        UnavailableError: the default model is not installed.
+    Raises `ConfigError`: the model or a setting is wrong; `UnavailableError`: the default model is
+    not installed.
     """
     roles = _roles_of(config, options)
     engine = _changed((config and config.engine) or EngineTable(), options, roles)
@@ -233,9 +232,8 @@ def _rank_host(config: Config) -> str:
 def rank_secret_of(config: Config) -> Secret:
     """What an instance shares with its ranks on other machines.
 
-    Raises:
-        ConfigError: `serve.keys_file` cannot be used.
-        UnavailableError: the secret of this user can be neither read nor created.
+    Raises `ConfigError`: `serve.keys_file` cannot be used; `UnavailableError`: the secret of this
+    user can be neither read nor created.
     """
     assert config.engine is not None
     assert config.serve is not None
@@ -261,9 +259,8 @@ def _ranks_of(config: Config, role: InstanceRole) -> int:
 def secrets_of(config: Config) -> tuple[Secret, Secret]:
     """What this command shares with other ones: for the router and for handoffs.
 
-    Raises:
-        ConfigError: `serve.keys_file` cannot be used.
-        UnavailableError: the secret of this user can be neither read nor created.
+    Raises `ConfigError`: `serve.keys_file` cannot be used; `UnavailableError`: the secret of this
+    user can be neither read nor created.
     """
     serve = config.serve
     assert serve is not None

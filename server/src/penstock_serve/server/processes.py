@@ -95,12 +95,7 @@ class Processes:
         """How often each process has ended since it was ready last; it was started before."""
 
     def start(self, server: str, secret: Secret) -> None:
-        """Starts them; they dial `server`, unless they join the one of another command.
-
-        Args:
-            server: The address at which this command accepts instances.
-            secret: Of the server that they dial.
-        """
+        """Starts them; they dial `server`, unless they join the one of another command."""
         folder = str(private_folder())
         for spec in self._specs:
             placed = msgspec.structs.replace(

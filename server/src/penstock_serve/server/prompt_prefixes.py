@@ -26,12 +26,7 @@ REMEMBERED_MAX = 1 << 16
 
 
 def chunks_of(prompt: bytes, *context: bytes) -> list[bytes]:
-    """The names of a prompt's full chunks.
-
-    Args:
-        prompt: Its JSON, without what closes it: so a longer prompt begins with a shorter one.
-        context: What else KV depends on, such as the model.
-    """
+    """The names of a prompt's full chunks."""
     name = blake2b(repr(context).encode(), digest_size=16).digest()
     found = []
     last = min(len(prompt), CHUNKS_MAX * CHUNK_BYTES) - CHUNK_BYTES

@@ -84,8 +84,7 @@ class RequestGate:
     async def enter(self) -> None:
         """Returns when a request may begin.
 
-        Raises:
-            RequestRefusal: the server is paused, and requests do not wait, or waited too long.
+        Raises `RequestRefusal`: the server is paused, and requests do not wait, or waited too long.
         """
         if self.refuses:
             raise self.refusal()
@@ -99,8 +98,7 @@ class RequestGate:
     def begin(self) -> None:
         """A request is sent to an instance.
 
-        Raises:
-            RequestRefusal: the requests under way are being aborted.
+        Raises `RequestRefusal`: the requests under way are being aborted.
         """
         if self._aborts:
             raise self.refusal()

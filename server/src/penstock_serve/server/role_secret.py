@@ -34,13 +34,8 @@ MAKE_KEYS = "make one with `penstock keys new FILE` and give it with --keys-file
 def secret_between(serve: ServeTable, addresses: Mapping[str, str]) -> Secret:
     """What the roles at these addresses share.
 
-    Args:
-        serve: The settings of the command.
-        addresses: By the key of the configuration that names each.
-
-    Raises:
-        ConfigError: an address needs keys that are not there, or the file cannot be used.
-        UnavailableError: the secret of this user can be neither read nor created.
+    Raises `ConfigError`: an address needs keys that are not there, or the file cannot be used;
+    `UnavailableError`: the secret of this user can be neither read nor created.
     """
     for key, address in addresses.items():
         require_address(key, address)

@@ -178,15 +178,7 @@ class Router:
         publisher: EventPublisher | None = None,
         salt: str = "",
     ) -> None:
-        """A router without instances.
-
-        Args:
-            settings: How instances are chosen.
-            gate: Where requests wait while the server is paused.
-            recorder: Records requests.
-            publisher: Publishes what instances have cached.
-            salt: Where the secret is that keys depend on (`Config.salt`), on this machine.
-        """
+        """A router without instances."""
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
         self._recorder = recorder
@@ -261,9 +253,8 @@ class Router:
         """From now on an instance gets the requests of another role, after a restart as well.
 
         Those that it has already end as they began.
-
-        Raises:
-            ValueError: the instance cannot have the role, or no other one would answer requests.
+        Raises `ValueError`: the instance cannot have the role, or no other one would answer
+        requests.
         """
         if role != "both" and (link.ready is None or link.ready.engine is None):
             raise ValueError(f"is {role!r}, must be 'both': {link.name!r} hands nothing over")
@@ -278,9 +269,8 @@ class Router:
     def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
-        Raises:
-            InstanceLost: no instance is ready, or the one that had begun to answer is gone.
-            RequestRefusal: the instance refused the request, or the server is paused.
+        Raises `InstanceLost`: no instance is ready, or the one that had begun to answer is gone;
+        `RequestRefusal`: the instance refused the request, or the server is paused.
         """
         answered = self._answered(submit)
         return answered if self._recorder is None else self._recorded(submit, answered)

@@ -30,8 +30,7 @@ RESERVED_DESCRIPTORS = 256
 def listen(host: str, port: int) -> socket.socket:
     """Binds the port and listens on it; or a Unix socket, for which the port means nothing.
 
-    Raises:
-        UnavailableError: the port is in use, or the address is not one of this machine.
+    Raises `UnavailableError`: the port is in use, or the address is not one of this machine.
     """
     if host.startswith(UNIX):
         return _listen_at(host.removeprefix(UNIX))

@@ -70,13 +70,7 @@ class StartListener(Protocol):
     def ready(
         self, address: str, ready_s: Sequence[float] = (), tiers_off: Sequence[str] = ()
     ) -> None:
-        """Requests are accepted.
-
-        Args:
-            address: The URL of the server.
-            ready_s: How long it took to prepare the memory of each tier, device first.
-            tiers_off: Why each tier cannot be used; empty for one that can.
-        """
+        """Requests are accepted."""
         ...
 
 
@@ -247,15 +241,8 @@ def serve(
 ) -> None:
     """Serves a settled configuration until the process gets a stop signal.
 
-    Args:
-        config: What to run.
-        progress: Gets callbacks while it starts.
-        bound: The socket of the HTTP server; without it, instances join a router elsewhere.
-        api_key: The key that clients must send; empty: none.
-
-    Raises:
-        ConfigError: an instance cannot start with a setting.
-        UnavailableError: an address is in use, or no instance is left.
+    Raises `ConfigError`: an instance cannot start with a setting; `UnavailableError`: an address is
+    in use, or no instance is left.
     """
     # The supervisor is started before the event loop and its threads.
     with Supervisor.start() as supervisor, _stop_signal() as stop:

@@ -124,8 +124,7 @@ class TextEndpoint:
     ) -> list[int] | None:
         """The tokens of a prompt, or of messages; `None` if no instance is ready.
 
-        Raises:
-            BadRequest: they are none, or too many.
+        Raises `BadRequest`: they are none, or too many.
         """
         if not self._router.answering:
             return None
@@ -553,8 +552,7 @@ class Encoder:
     async def encode(self, text: str, *, longest: int, param: str) -> list[int]:
         """The tokens of a text.
 
-        Raises:
-            BadRequest: it has more tokens than the longest that is allowed, or too many wait.
+        Raises `BadRequest`: it has more tokens than the longest that is allowed, or too many wait.
         """
         return await self._run(
             len(text), longest, param, lambda: self._text.encode(text, longest=longest)
@@ -569,9 +567,8 @@ class Encoder:
     ) -> list[int]:
         """The tokens of a conversation.
 
-        Raises:
-            BadRequest: it has more tokens than the longest that is allowed, the model's template
-                does not take it, or too many wait.
+        Raises `BadRequest`: it has more tokens than the longest that is allowed, the model's
+        template does not take it, or too many wait.
         """
         characters = sum(len(turn["content"]) + 1 for turn in messages)
         return await self._run(

@@ -51,8 +51,7 @@ class Tracing:
     def __init__(self) -> None:
         """Reads the environment.
 
-        Raises:
-            UnavailableError: OpenTelemetry is not installed.
+        Raises `UnavailableError`: OpenTelemetry is not installed.
         """
         try:
             # Only with `serve.tracing`: an extra, which takes a while to import.

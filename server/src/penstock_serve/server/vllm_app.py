@@ -316,13 +316,7 @@ def _response(answer: WholeAnswer) -> Response:
 def run_router(
     settings: RouterSettings, bound: socket.socket, on_start: Callable[[VllmRouter], None]
 ) -> None:
-    """Serves until the process gets a stop signal.
-
-    Args:
-        settings: What to run.
-        bound: The socket of the HTTP server.
-        on_start: Called when the servers were checked once, before the first request.
-    """
+    """Serves until the process gets a stop signal."""
     with StopSignal((signal.SIGINT, signal.SIGTERM)) as stop:
         asyncio.run(_run(settings, bound, on_start, stop))
 

@@ -90,8 +90,7 @@ class PromptRequest:
     def read(cls, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PromptRequest:
         """Reads a request.
 
-        Raises:
-            BadRequest: its hints or its cache key are wrong: vLLM could not say so.
+        Raises `BadRequest`: its hints or its cache key are wrong: vLLM could not say so.
         """
         kept = [pair for pair in headers if pair[0] not in _OF_ONE_CONNECTION]
         try:

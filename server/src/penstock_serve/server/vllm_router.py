@@ -123,15 +123,7 @@ class VllmRouter:
         timeout_s: float,
         settings: RoutingTable | None = None,
     ) -> None:
-        """Makes it; `start` lets it see its servers.
-
-        Args:
-            prefill: Servers that compute prompts.
-            decode: Servers that answer.
-            metrics: Where it counts.
-            timeout_s: How long a server may be silent.
-            settings: The weights of a choice.
-        """
+        """Makes it; `start` lets it see its servers."""
         self.prefill = [VllmServer(url, timeout_s=timeout_s) for url in prefill]
         self.decode = [VllmServer(url, timeout_s=timeout_s) for url in decode]
         self._metrics = metrics
@@ -163,8 +155,7 @@ class VllmRouter:
     async def get(self, path: str, headers: Headers) -> WholeAnswer:
         """What a decode server says to a request without a prompt.
 
-        Raises:
-            NoServer: none answers.
+        Raises `NoServer`: none answers.
         """
         request = VllmRequest(method="GET", path=path, headers=headers)
         tried: set[VllmServer] = set()
@@ -183,8 +174,7 @@ class VllmRouter:
     async def answer(self, request: PromptRequest) -> BegunAnswer:
         """Has a request answered; close the answer.
 
-        Raises:
-            NoServer: no server can answer it.
+        Raises `NoServer`: no server can answer it.
         """
         tried: set[VllmServer] = set()
         last: VllmFailure | None = None
@@ -251,9 +241,8 @@ class VllmRouter:
     ) -> BegunAnswer:
         """Asks both servers.
 
-        Raises:
-            _NotComputed: the prefill server fails, before the answer begins.
-            VllmFailure: the decode server fails.
+        Raises `_NotComputed`: the prefill server fails, before the answer begins; `VllmFailure`:
+        the decode server fails.
         """
         handoff = f"router-{secrets.token_hex(16)}"
         address = prefill.address
@@ -284,8 +273,7 @@ class VllmRouter:
     ) -> msgspec.Raw:
         """Has a prompt computed: what its server says for the decode server.
 
-        Raises:
-            _NotComputed: the server failed, or refused it.
+        Raises `_NotComputed`: the server failed, or refused it.
         """
         outcome = "cancelled"
         try:
@@ -323,8 +311,7 @@ class VllmRouter:
     ) -> BegunAnswer:
         """Asks the server that answers, until its first event or whole answer is there.
 
-        Raises:
-            VllmFailure: it fails.
+        Raises `VllmFailure`: it fails.
         """
         answer = await decode.ask(ask)
         begun: BegunAnswer | None = None
@@ -423,8 +410,7 @@ class _Pending:
 async def _first_of(server: VllmServer, answer: VllmAnswer) -> BegunAnswer:
     """An answer as soon as it is one that the client may get.
 
-    Raises:
-        VllmFailure: it is an error that another server might not give.
+    Raises `VllmFailure`: it is an error that another server might not give.
     """
     kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
     headers = relayed(answer.headers)
@@ -447,8 +433,7 @@ async def _first_of(server: VllmServer, answer: VllmAnswer) -> BegunAnswer:
 def _usable(server: VllmServer, whole: WholeAnswer) -> WholeAnswer:
     """An answer that other servers would give, too.
 
-    Raises:
-        VllmFailure: it is another one.
+    Raises `VllmFailure`: it is another one.
     """
     if whole.status >= 500 or whole.status == TOO_MANY:
         raise VllmFailure(f"{server.name} answered with status {whole.status}", whole)

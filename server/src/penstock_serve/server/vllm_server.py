@@ -98,9 +98,7 @@ async def within(seconds: float, work: Coroutine[object, object, T]) -> T:
 
     After a stall of this process, or of the machine, what was waited for is often there already:
     a plain timeout would be over before it is looked at.
-
-    Raises:
-        TimeoutError: it did not come; `work` was cancelled.
+    Raises `TimeoutError`: it did not come; `work` was cancelled.
     """
     loop = asyncio.get_running_loop()
     working = asyncio.ensure_future(work)
@@ -132,8 +130,7 @@ class ServerUrl(NamedTuple):
     def read(cls, option: str, text: str) -> ServerUrl:
         """Reads a URL.
 
-        Raises:
-            ConfigError: it is none of an HTTP server; the message names the option.
+        Raises `ConfigError`: it is none of an HTTP server; the message names the option.
         """
         problem = ConfigError(
             option, f"is {shown(text)}, must be a URL such as http://HOST:PORT, without /v1"
@@ -198,8 +195,7 @@ class VllmAnswer:
     async def begin(self, url: ServerUrl, request: VllmRequest) -> None:
         """Sends the request and receives the head of the answer.
 
-        Raises:
-            VllmFailure: the server did not answer.
+        Raises `VllmFailure`: the server did not answer.
         """
         try:
             await within(self._connect_s, self._open(url))
@@ -242,8 +238,7 @@ class VllmAnswer:
     async def next_part(self) -> bytes:
         """The next part of the body, empty at its end.
 
-        Raises:
-            VllmFailure: the answer breaks off.
+        Raises `VllmFailure`: the answer breaks off.
         """
         while isinstance(event := await self._next_event(), h11.Data):
             if event.data:
@@ -255,8 +250,7 @@ class VllmAnswer:
     async def whole(self, begun: bytes = b"") -> WholeAnswer:
         """Receives the rest of the body; `begun` is what has been received of it.
 
-        Raises:
-            VllmFailure: the answer breaks off, or is too long.
+        Raises `VllmFailure`: the answer breaks off, or is too long.
         """
         body = bytearray(begun)
         while part := await self.next_part():
@@ -374,8 +368,7 @@ class VllmServer:
     async def ask(self, request: VllmRequest) -> VllmAnswer:
         """Sends a request; give the answer back with `end`.
 
-        Raises:
-            VllmFailure: there is no answer.
+        Raises `VllmFailure`: there is no answer.
         """
         answer = VllmAnswer(self.name, self._timeout_s)
         self._answers[answer] = False
@@ -439,8 +432,7 @@ class VllmServer:
     async def _problem(self) -> str:
         """What it says is wrong with it; empty if nothing is.
 
-        Raises:
-            VllmFailure: it says nothing.
+        Raises `VllmFailure`: it says nothing.
         """
         health = await self._get("/health")
         if health.status != 200:
@@ -489,8 +481,7 @@ def _version_in(answer: WholeAnswer) -> str:
 def read_urls(prefill: Sequence[str], decode: Sequence[str]) -> list[list[ServerUrl]]:
     """The URLs of prefill and of decode servers.
 
-    Raises:
-        ConfigError: one is wrong, or given twice, or there is no decode server.
+    Raises `ConfigError`: one is wrong, or given twice, or there is no decode server.
     """
     if not decode:
         raise ConfigError("--vllm-decode", "is not given, must be the URL of a vLLM server")

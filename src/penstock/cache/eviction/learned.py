@@ -255,8 +255,7 @@ class LearnedPolicy:
     def recall(self, data: bytes) -> None:
         """Begins with what another process has learned.
 
-        Raises:
-            ValueError: it is damaged, or of another version; nothing was changed.
+        Raises `ValueError`: it is damaged, or of another version; nothing was changed.
         """
         counts = decode_counts(data, CLASSES, AGES, COUNTS_SAVED + 2 * len(self._shared.usual))
         usual = counts[COUNTS_SAVED:].tolist()

@@ -43,8 +43,7 @@ def encode_counts(counts: NDArray[np.float64], classes: int, ages: int) -> bytes
 def decode_counts(data: bytes, classes: int, ages: int, size: int) -> NDArray[np.float64]:
     """The counts that were written.
 
-    Raises:
-        ValueError: they are damaged, or of another version; it says which.
+    Raises `ValueError`: they are damaged, or of another version; it says which.
     """
     if len(data) < _HEAD.size + _SUM.size:
         raise ValueError(f"it has {len(data)} bytes, fewer than a head")

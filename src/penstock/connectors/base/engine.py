@@ -159,13 +159,7 @@ def tier_of(
 ) -> TensorTier:
     """The engine's KV as a device tier.
 
-    Args:
-        engine: The engine, as this rank sees it.
-        caches: The tensor of each layer.
-        encoding_of: Which kernels wrote a layer's blocks, for blocks only they can read.
-
-    Raises:
-        UnavailableError: the layout of the tensors is not supported.
+    Raises `UnavailableError`: the layout of the tensors is not supported.
     """
     numbers = layer_numbers(engine, caches)
     layouts: list[Layout] = []
@@ -186,13 +180,6 @@ def handed_tiers(
     Blocks that are moved unread have heads here, too: which ones decides which rank of another
     engine gets them. In the tiers below the device each rank has its own, so there nobody asks.
     Layers are numbered as `handed_layers` says.
-
-    Args:
-        engine: The engine, as this rank sees it.
-        tier: Its KV as `tier_of` describes it.
-        head_encodings: For layers whose blocks are the heads of this rank one after the other, by
-            number, what a head is written in. Other blocks cannot be cut: they go whole, to a rank
-            with the same heads.
     """
     heads = _heads(engine, engine.rank_heads)
     numbers = {layer: at.layer for layer, at in handed_layers(tier.layout).items()}

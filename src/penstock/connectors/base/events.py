@@ -88,14 +88,7 @@ class EventAnnouncer:
     def __init__(
         self, media: Mapping[str, str], *, describe: Describe, held_max: int = HELD_MAX
     ) -> None:
-        """Announces nothing yet.
-
-        Args:
-            media: What routers call each tier, by its name; host memory first. They cannot tell
-                tiers with the same name apart, and learn of the first and of the last copy.
-            describe: The engine's own description of a block of a request, by its number.
-            held_max: How many blocks may be remembered.
-        """
+        """Announces nothing yet."""
         bits = {tier: 1 << number for number, tier in enumerate(media)}
         same = {
             name: sum(bits[tier] for tier in media if media[tier] == name)
@@ -139,12 +132,7 @@ class EventAnnouncer:
             self._expected.pop(key, None)
 
     def note(self, events: Iterable[KvEvent], snapshot: Callable[[], Snapshot]) -> None:
-        """Takes in what happened in the tiers since the last call.
-
-        Args:
-            events: What happened.
-            snapshot: What is cached now; asked for when some events were dropped.
-        """
+        """Takes in what happened in the tiers since the last call."""
         for event in events:
             if event.sequence <= self._sequence:
                 continue  # The snapshot has it.

@@ -184,13 +184,7 @@ class KeyChains:
     """Empty key chains by salt and adapter: most requests share both with the one before."""
 
     def __init__(self, config: Config, *, since: str = "") -> None:
-        """Chains for one model.
-
-        Args:
-            config: With the model.
-            since: Names the time since which the weights may be others than those that the
-                configuration names; empty from the beginning.
-        """
+        """Chains for one model."""
         if since:
             version = f"unknown since {since}"
             config = replace(config, model=replace(config.model, weights_version=version))

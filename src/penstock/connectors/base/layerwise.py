@@ -73,14 +73,7 @@ class LayerwiseScheduler:
     def __init__(
         self, withhold: Withhold, *, blocks_max: int, held: HeldRequests | None = None
     ) -> None:
-        """No request yet.
-
-        Args:
-            withhold: Removes blocks of a request, from a given one on, from the engine's own
-                prefix cache, which lists them before they hold data.
-            blocks_max: How many blocks may join a step.
-            held: Where the next step is planned before the results of this one are there.
-        """
+        """No request yet."""
         self._withhold = withhold
         self._held = held
         self.step = 0
@@ -112,12 +105,7 @@ class LayerwiseScheduler:
     def take(
         self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
     ) -> tuple[RequestLoad, ...]:
-        """The loads that join this step; later ones join the next.
-
-        Args:
-            scheduled: The requests of this step.
-            preempted: Requests whose blocks the engine has taken since the last step.
-        """
+        """The loads that join this step; later ones join the next."""
         if self._held is not None:
             self._held.begin_step(self.step + 1, scheduled, preempted)
         taken, self.starting = tuple(self.starting), []
@@ -156,13 +144,7 @@ class HeldRequests:
     """Requests that have joined a step whose results are not there."""
 
     def __init__(self, engine: OverlappingEngine, pins: Pins) -> None:
-        """No request yet.
-
-        Args:
-            engine: Holds requests.
-            pins: The engine's pool. An invalid block is reported by its number alone, so it must
-                belong to nobody else by then.
-        """
+        """No request yet."""
         self._engine = engine
         self._pins = pins
         self._requests: dict[str, tuple[int, EngineRequest]] = {}
@@ -184,8 +166,7 @@ class HeldRequests:
     def begin_step(self, step: int, scheduled: Collection[str], preempted: Collection[str]) -> None:
         """A step was put together: its number is this one, if it has loads that it computes on.
 
-        Raises:
-            InvariantViolation: the engine has planned a step of a request that is held.
+        Raises `InvariantViolation`: the engine has planned a step of a request that is held.
         """
         for name, (joined, request) in [*self._requests.items()]:
             if joined == step:
@@ -223,16 +204,7 @@ class LayerwiseWorker:
         beside: Callable[[], int] | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """No loads yet.
-
-        Args:
-            rank: The open rank that executes them.
-            work: Advances copies by a number of bytes, and calls `moved` for those that ended.
-            layers: The number of each of the engine's layers in the layout.
-            stream: The handle of the stream that the step is submitted to; 0 on the CPU.
-            beside: The handle of a stream in which nothing is computed; `None` on the CPU.
-            wait_s: A load that has not ended after this time has failed.
-        """
+        """No loads yet."""
         self._rank = rank
         self._work = work
         self._layers = layers

@@ -106,20 +106,7 @@ class SchedulerConnector:
         speed: PrefillTimer | None = None,
         counts: TransferCounts | None = None,
     ) -> None:
-        """Opens the scheduler's side.
-
-        Args:
-            config: Fitted to the engine: `ServedEngine.fit_config`.
-            offload: The tiers below the device.
-            pins: The engine's pool, for pinning blocks.
-            null_block: Stands in a block table for a block that is not needed.
-            window_groups: The KV groups whose blocks the engine takes from running requests.
-            step_blocks: How many blocks are certainly copied before the engine allocates again.
-            announcer: Publishes KV events, if the engine wants them.
-            joins: Lets steps compute on loads while they arrive, where that is on.
-            speed: Measures prefill.
-            counts: Where it counts.
-        """
+        """Opens the scheduler's side."""
         self._offload = offload
         self._config = config
         self._chains = KeyChains(config)
@@ -161,12 +148,7 @@ class SchedulerConnector:
     # ---------------------------------------------------------------- requests come
 
     def expect_request(self, request: EngineRequest, computed: Callable[[], int]) -> None:
-        """A request is queued: blocks of it that lie on a disk come up meanwhile.
-
-        Args:
-            request: The request.
-            computed: How many leading tokens the engine has in its own cache; called if needed.
-        """
+        """A request is queued: blocks of it that lie on a disk come up meanwhile."""
         if self._store is None:
             return
         tracked = self._tracked(request)
@@ -396,15 +378,7 @@ class SchedulerConnector:
         *,
         receiving: bool = False,
     ) -> StepPlan | None:
-        """What every worker has to do in this step; `None` in most steps.
-
-        Args:
-            scheduled: How many tokens of each request the step computes; the engine has not
-                counted them as computed yet.
-            tables: The block table of a request, one row a KV group.
-            preempted: Requests whose blocks the engine has taken since the last step.
-            receiving: Whether prompts are on their way from other engines.
-        """
+        """What every worker has to do in this step; `None` in most steps."""
         for name in preempted:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)

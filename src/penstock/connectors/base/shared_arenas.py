@@ -42,8 +42,7 @@ class ArenaServer:
     def __init__(self, engine: str, *, peers: int) -> None:
         """Starts to listen.
 
-        Raises:
-            UnavailableError: the address is taken.
+        Raises `UnavailableError`: the address is taken.
         """
         self._peers = peers
         try:
@@ -62,8 +61,7 @@ class ArenaServer:
     def hand_out(self, arenas: Mapping[str, int], *, timeout_s: float = CONNECT_S) -> None:
         """Sends the descriptors to every other rank, and stops listening.
 
-        Raises:
-            UnavailableError: a rank did not connect in time.
+        Raises `UnavailableError`: a rank did not connect in time.
         """
         deadline = time.monotonic() + timeout_s
         names = msgspec.msgpack.encode(list(arenas))
@@ -87,8 +85,7 @@ class ArenaServer:
 def fetch_arenas(engine: str, *, timeout_s: float = CONNECT_S) -> dict[str, int]:
     """The descriptors of rank 0, by the names of their tiers.
 
-    Raises:
-        UnavailableError: rank 0 is not there, or did not hand them out in time.
+    Raises `UnavailableError`: rank 0 is not there, or did not hand them out in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(timeout_s)

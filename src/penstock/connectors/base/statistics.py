@@ -177,13 +177,7 @@ class RateLimitedLog:
         self._left_out: dict[str, int] = {}
 
     def warn(self, kind: str, message: str, *args: object) -> None:
-        """Logs a warning, unless one of its kind was logged a short while ago.
-
-        Args:
-            kind: One of a few, chosen here and not by a client.
-            message: As for the standard library's loggers.
-            args: What is put into the message.
-        """
+        """Logs a warning, unless one of its kind was logged a short while ago."""
         now = self._clock()
         if kind in self._logged and now - self._logged[kind] < EVERY_S:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
@@ -217,12 +211,7 @@ class TransferCounts:
     def __init__(
         self, block_bytes: BlockBytes = NO_BYTES, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Starts with nothing counted.
-
-        Args:
-            block_bytes: The bytes of a block.
-            clock: Returns the time in seconds.
-        """
+        """Starts with nothing counted."""
         self.counters = Counters()
         self.clock = clock
         self._block_bytes = block_bytes
@@ -329,12 +318,7 @@ class PrefillTimer:
     def __init__(
         self, report: Callable[[int, float], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The timer of one engine.
-
-        Args:
-            report: Called with tokens and seconds: `Offload.computed`.
-            clock: Returns the time in seconds.
-        """
+        """The timer of one engine."""
         self._report = report
         self._clock = clock
         self._count = 0

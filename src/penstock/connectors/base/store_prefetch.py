@@ -66,13 +66,7 @@ class StorePrefetch:
     """The prefetches of one engine."""
 
     def __init__(self, offload: Offload, counts: TransferCounts, *, wait_s: float = WAIT_S) -> None:
-        """Waits for a store that was just started.
-
-        Args:
-            offload: The tiers below the device.
-            counts: Where it counts, and its clock.
-            wait_s: How long a request waits at most.
-        """
+        """Waits for a store that was just started."""
         self._offload = offload
         self._counts = counts
         self._wait_s = wait_s
@@ -121,13 +115,6 @@ class StorePrefetch:
         """Asks for blocks of a request that are worth it, once; returns what was started.
 
         Before the turn of the request that is done only as far as the bound allows.
-
-        Args:
-            wait: Of the request.
-            keys: Its blocks, in token order.
-            found: What is known of them.
-            held: How many leading blocks lie on the engine's device.
-            cause: The request's name.
         """
         known = found.ready + found.pending
         wanted = len(keys) if found.worth >= known else found.worth

@@ -41,9 +41,6 @@ class UnstartedLoads:
     def end_step(self, *, idle: bool) -> list[str]:
         """A step was put together.
 
-        Args:
-            idle: Whether it computes nothing, and nothing is under way.
-
         Returns:
             Requests that are to be computed: their loads would never start.
         """

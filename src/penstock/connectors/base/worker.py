@@ -81,18 +81,7 @@ class WorkerConnector:
         wait_s: float = WAIT_S,
         copies_itself: bool = True,
     ) -> None:
-        """Opens a worker's side.
-
-        Args:
-            rank: The open rank that executes the plans.
-            group_count: How many KV groups there are.
-            stream: The handle of the stream that the step was submitted to; 0 on the CPU.
-            blocks_stay: Whether a request keeps every block it was given.
-            beside: The handle of a stream in which nothing is computed; `None` on the CPU.
-            layers: The number of each layer in the layout, where steps wait for layers.
-            wait_s: How long a step waits for the loads it computes on.
-            copies_itself: Whether the worker's own thread copies, as it does on the CPU.
-        """
+        """Opens a worker's side."""
         self._rank = rank
         self._names_blocks = group_count == 1 and blocks_stay
         self._stream = stream
@@ -107,12 +96,7 @@ class WorkerConnector:
         )
 
     def before_forward(self, step: StepPlan | None, *, by_layer: bool) -> bool:
-        """Starts the loads that the step computes on; returns whether its layers must wait.
-
-        Args:
-            step: The scheduler's plan for this step.
-            by_layer: Whether `wait_layer` will be called before each layer is computed.
-        """
+        """Starts the loads that the step computes on; returns whether its layers must wait."""
         if step is None or not step.joined:
             return False
         self._layerwise.begin(step, by_layer=by_layer)
@@ -123,12 +107,7 @@ class WorkerConnector:
         self._layerwise.wait_layer(name)
 
     def after_forward(self, step: StepPlan | None, *, computes: bool = True) -> None:
-        """The step was submitted: accepts its plan, if any, and drives copies.
-
-        Args:
-            step: The scheduler's plan for this step.
-            computes: Whether the step has a forward pass; without one it exists for copies.
-        """
+        """The step was submitted: accepts its plan, if any, and drives copies."""
         if step is not None and step.joined and not self._layerwise.has_begun(step):
             # `before_forward` was not called: no layer has waited, so `end` rejects these loads.
             self._layerwise.begin(step, by_layer=True)

@@ -82,8 +82,7 @@ class PairCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def to_pair(self) -> HandoffPair:
         """The same for the handoff.
 
-        Raises:
-            ValueError: a form cannot be read, or names and addresses are wrong.
+        Raises `ValueError`: a form cannot be read, or names and addresses are wrong.
         """
         prefill, decode = self.prefill, self.decode
         return HandoffPair(
@@ -230,8 +229,7 @@ def send(channel: ZmqChannel, message: AnyMessage) -> None:
 def receive(channel: ZmqChannel) -> tuple[list[AnyMessage], str]:
     """The messages that have arrived, and why the channel has ended; empty if it has not.
 
-    Raises:
-        PeerError: the other end has sent something else.
+    Raises `PeerError`: the other end has sent something else.
     """
     messages: list[AnyMessage] = []
     while True:

@@ -108,14 +108,7 @@ class RankSides:
     ) -> None:
         """Listens from now on.
 
-        Args:
-            engine: The name of its engine.
-            rank: Its number.
-            tiers: Its KV, a tier for each KV group.
-            layers: Where each layer is in them.
-
-        Raises:
-            UnavailableError: there is no address to listen at.
+        Raises `UnavailableError`: there is no address to listen at.
         """
         self._engine = engine
         self._rank = rank

@@ -128,22 +128,7 @@ class HandoffRequests:
         skipped_blocks: Callable[[int], Sequence[int]],
         null_block: int | None = None,
     ) -> None:
-        """Opens it.
-
-        Args:
-            thread: Runs `handoffs`.
-            handoffs: The scheduler's pairs.
-            pool: The engine's blocks.
-            counters: Where it counts.
-            block_tokens: Tokens of a block.
-            answer: What every answer of a prefill engine says of the engine itself.
-            prefills: Whether it computes prompts for others.
-            decodes: Whether it takes prompts from others.
-            skipped_blocks: How many leading blocks of each KV group are out of its window, for a
-                request with so many computed tokens.
-            null_block: Stands in a block table for blocks that have left the window of a KV
-                group; `None` if no group has a window.
-        """
+        """Opens it."""
         self._thread = thread
         self._handoffs = handoffs
         self._pool = pool
@@ -243,13 +228,7 @@ class HandoffRequests:
         tables: Callable[[str], Tables],
         preempted: Iterable[str] = (),
     ) -> HandoffStep | None:
-        """What every worker has to know of handoffs in this step; `None` in most steps.
-
-        Args:
-            scheduled: How many tokens of each request the step computes.
-            tables: The block table of a request, one row a KV group.
-            preempted: Requests whose blocks the engine has taken since the last step.
-        """
+        """What every worker has to know of handoffs in this step; `None` in most steps."""
         self._collect()
         if not self._offered and not self._received:
             return None
@@ -280,12 +259,7 @@ class HandoffRequests:
         )
 
     def finish(self, request: EngineRequest, *, completed: bool) -> dict[str, object] | None:
-        """A request has ended; returns what the client must pass on to a decode engine.
-
-        Args:
-            request: The request.
-            completed: Whether it was computed to its end.
-        """
+        """A request has ended; returns what the client must pass on to a decode engine."""
         claimed = self._claimed.pop(request.request_id, None)
         if claimed is not None and claimed.under_way:
             self._thread.post(self._handoffs.cancel_claim, claimed.handoff)

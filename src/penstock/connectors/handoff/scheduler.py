@@ -180,16 +180,7 @@ class SchedulerHandoffs:
     ) -> None:
         """Listens for other engines from now on.
 
-        Args:
-            name: Of the engine.
-            ranks: Its own ranks, in their order, whose threads run.
-            model: The model that it serves.
-            weights: The version of its weights.
-            version: Of the engine's software.
-            step_tokens: How many tokens it computes in a step at most.
-
-        Raises:
-            UnavailableError: a rank does not answer.
+        Raises `UnavailableError`: a rank does not answer.
         """
         self.events: deque[HandoffEvent] = deque()
         """What has ended; another thread may take from its left end."""

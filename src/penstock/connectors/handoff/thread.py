@@ -85,8 +85,7 @@ class HandoffThread:
     ) -> None:
         """Has the thread make a call.
 
-        Raises:
-            InvariantViolation: the thread has ended by an error of ours, which it has logged.
+        Raises `InvariantViolation`: the thread has ended by an error of ours, which it has logged.
         """
         self.require()
         self._calls.put(lambda: call(*args, **kwargs))
@@ -100,8 +99,7 @@ class HandoffThread:
     ) -> None:
         """Has the thread make a call, and waits until it was made.
 
-        Raises:
-            InvariantViolation: the thread has ended by an error of ours, or hangs.
+        Raises `InvariantViolation`: the thread has ended by an error of ours, or hangs.
         """
         made = Event()
 
@@ -118,8 +116,7 @@ class HandoffThread:
     def require(self) -> None:
         """Checks that it runs: otherwise nothing that is under way would ever end.
 
-        Raises:
-            InvariantViolation: it has ended by an error of ours.
+        Raises `InvariantViolation`: it has ended by an error of ours.
         """
         if not self._thread.is_alive() and not self._stops:
             raise InvariantViolation(f"the handoff thread of {self._name!r} has ended")

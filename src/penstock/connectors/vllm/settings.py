@@ -64,14 +64,8 @@ def read_settings(
 ) -> ConnectorSettings:
     """The settings that vLLM was given for this connector.
 
-    Args:
-        extra: vLLM's `kv_connector_extra_config`.
-        failure_policy: vLLM's `kv_load_failure_policy`.
-        role: vLLM's `kv_role`.
-
-    Raises:
-        ConfigError: a key is unknown or missing, the configuration or the role is wrong, or a
-            failed load would fail its request without `allow_fail`.
+    Raises `ConfigError`: a key is unknown or missing, the configuration or the role is wrong, or a
+    failed load would fail its request without `allow_fail`.
     """
     if role not in ROLES:
         raise ConfigError("kv_role", f"is {role!r}, must be one of {', '.join(ROLES)}")
@@ -97,8 +91,7 @@ def read_settings(
 def asks_any_version(extra: Mapping[str, object]) -> bool:
     """Whether the connector is to run in a vLLM that it was not tested with.
 
-    Raises:
-        ConfigError: it is neither true nor false.
+    Raises `ConfigError`: it is neither true nor false.
     """
     return _flag(extra, "any_version")
 

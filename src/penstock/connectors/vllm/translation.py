@@ -163,8 +163,7 @@ def _dense_channels(spec: Any) -> int:
 def encodings_of(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> Callable[[str], str]:
     """Which kernels, for which instruction set, wrote the blocks of a layer.
 
-    Raises:
-        UnavailableError: asked about a layer whose kernels are not known here, on the CPU.
+    Raises `UnavailableError`: asked about a layer whose kernels are not known here, on the CPU.
     """
     layers = vllm_config.compilation_config.static_forward_context
 

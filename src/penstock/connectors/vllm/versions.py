@@ -32,8 +32,7 @@ HERE = "penstock.connectors.vllm"
 def connector_class() -> Any:
     """The class for the vLLM that is installed.
 
-    Raises:
-        UnavailableError: this vLLM lacks what any connector needs.
+    Raises `UnavailableError`: this vLLM lacks what any connector needs.
     """
     return (
         connector_itself()
@@ -45,8 +44,7 @@ def connector_class() -> Any:
 def connector_itself() -> Any:
     """The class for the tested version, whatever version this is.
 
-    Raises:
-        UnavailableError: this vLLM lacks what the connector imports, or wants more of it.
+    Raises `UnavailableError`: this vLLM lacks what the connector imports, or wants more of it.
     """
     found = _from_vllm("adapter").PenstockConnector
     if found.__abstractmethods__:

@@ -176,14 +176,7 @@ class PartScatter:
         sums: bytes,
         slots: Sequence[int],
     ) -> bool:
-        """Puts packed blocks away, piece by piece; `False` at the first that is not intact.
-
-        Args:
-            memory: the packed bytes, one block of the source for each key.
-            keys: of these blocks.
-            sums: of their cells.
-            slots: of the target, for as many tokens.
-        """
+        """Puts packed blocks away, piece by piece; `False` at the first that is not intact."""
         span, size = self._form.span, self._form.block_bytes
         if span is None:
             return not sums

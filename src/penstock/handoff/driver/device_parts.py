@@ -136,8 +136,7 @@ class DeviceReader:
     def forget(self, write: WriteId) -> None:
         """Waits for the copy of this write, if one is under way: it moves nothing after this.
 
-        Raises:
-            UnavailableError: the device does not come to its end.
+        Raises `UnavailableError`: the device does not come to its end.
         """
         for reading in self._reading:
             if reading.write == write:
@@ -299,9 +298,7 @@ def pin_memory(memory: NDArray[np.uint8]) -> Callable[[], None]:
     """Registers memory of the host for copies of the device, for `SharedTarget` and its writers.
 
     It takes about a twentieth of a second for 64 MiB, once for an area. Returns what undoes it.
-
-    Raises:
-        UnavailableError: the memory cannot be pinned.
+    Raises `UnavailableError`: the memory cannot be pinned.
     """
     registered = register([(memory.ctypes.data, len(memory))])
     return lambda: unregister(registered)
@@ -394,8 +391,7 @@ class Device:
     def close(self) -> None:
         """Waits for what is under way, and gives everything back.
 
-        Raises:
-            UnavailableError: it does not end; then nothing is given back, as it is still used.
+        Raises `UnavailableError`: it does not end; then nothing is given back, as it is still used.
         """
         if not self._marks.make().wait(WAIT_S):
             raise UnavailableError(f"parts have not ended on the device after {WAIT_S:g} s")

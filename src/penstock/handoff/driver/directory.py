@@ -117,8 +117,7 @@ class Directory:
     def role_of(self, name: str) -> Role:
         """What a party is.
 
-        Raises:
-            ValueError: it is none.
+        Raises `ValueError`: it is none.
         """
         for engine, scheduler, rank in (
             (self.prefill, Role.PREFILL_SCHEDULER, Role.PREFILL_RANK),
@@ -170,17 +169,8 @@ class Directory:
     ) -> dict[str, tuple[tuple[str, Grid], ...]]:
         """For each decode rank by name, which prefill ranks owe it which parts.
 
-        Args:
-            cached_tokens: what all decode ranks have; or, for each by name, what it has or never
-                reads, which is all tokens of a rank that needs nothing.
-            token_count: of the prompt.
-            berth_bytes: no part is larger.
-            part_bytes_min: layers are put together until a part has this many bytes.
-            part_tokens: a part has blocks of at most so many tokens; at least one block.
-
-        Raises:
-            ValueError: the part that is there is no whole number of blocks of both sides, or a
-                block of one layer does not fit a berth.
+        Raises `ValueError`: the part that is there is no whole number of blocks of both sides, or a
+        block of one layer does not fit a berth.
         """
         found: dict[str, list[tuple[str, Grid]]] = {name: [] for name in self.decode.rank_names}
         for (source, target), parts in self._routes.items():

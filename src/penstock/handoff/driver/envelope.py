@@ -68,8 +68,7 @@ _CONTENTS = msgspec.msgpack.Decoder(Content)
 def seal(message: AnyMessage, attachment: bytes = b"") -> bytes:
     """The frame of a message with its attachment.
 
-    Raises:
-        ValueError: the frame would be longer than `FRAME_BYTES_MAX`.
+    Raises `ValueError`: the frame would be longer than `FRAME_BYTES_MAX`.
     """
     inner = encode(message)
     frame = b"".join((len(inner).to_bytes(_LENGTH_BYTES, "little"), inner, attachment))
@@ -82,8 +81,7 @@ def seal(message: AnyMessage, attachment: bytes = b"") -> bytes:
 def unseal(frame: bytes) -> Envelope:
     """What `seal` put into a frame.
 
-    Raises:
-        PeerError: the frame makes no sense here.
+    Raises `PeerError`: the frame makes no sense here.
     """
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
     end = _LENGTH_BYTES + length
@@ -100,8 +98,7 @@ def encode_content(content: Content) -> bytes:
 def decode_content(attachment: bytes) -> Content:
     """The content that was attached.
 
-    Raises:
-        PeerError: it is none.
+    Raises `PeerError`: it is none.
     """
     try:
         return _CONTENTS.decode(attachment)
@@ -118,9 +115,7 @@ def decode_content(attachment: bytes) -> Content:
 def handoff_name(handoff: object) -> str:
     """The name of a handoff.
 
-    Raises:
-        TypeError: it is no text.
-        ValueError: it is empty or too long.
+    Raises `TypeError`: it is no text; `ValueError`: it is empty or too long.
     """
     if not isinstance(handoff, str):
         raise TypeError(f"handoff is {handoff!r}, must be a str")
@@ -134,9 +129,7 @@ def handoff_name(handoff: object) -> str:
 def numbers(name: str, values: Iterable[object], *, end: int = INDEX_MAX + 1) -> tuple[int, ...]:
     """Whole numbers from 0 up to `end`, as plain `int`.
 
-    Raises:
-        TypeError: one of them is no whole number.
-        ValueError: one of them is out of range.
+    Raises `TypeError`: one of them is no whole number; `ValueError`: one of them is out of range.
     """
     try:
         found = tuple(index(value) for value in values)  # type: ignore[arg-type]
@@ -151,11 +144,7 @@ def numbers(name: str, values: Iterable[object], *, end: int = INDEX_MAX + 1) ->
 def slot_numbers(
     name: str, values: Iterable[object], *, end: int = INDEX_MAX + 1
 ) -> tuple[int, ...]:
-    """Slots of one rank.
-
-    Raises:
-        TypeError, ValueError: as `numbers`; or there are too many.
-    """
+    """Slots of one rank."""
     found = numbers(name, values, end=end)
     if len(found) > SLOT_COUNT_MAX:
         raise ValueError(f"{name} are {len(found)}, must be at most {SLOT_COUNT_MAX}")
@@ -165,9 +154,8 @@ def slot_numbers(
 def block_keys(keys: Sequence[object]) -> tuple[bytes, ...]:
     """Keys of blocks.
 
-    Raises:
-        TypeError: one of them is not bytes.
-        ValueError: one of them is empty or too long, or there are too many.
+    Raises `TypeError`: one of them is not bytes; `ValueError`: one of them is empty or too long, or
+    there are too many.
     """
     for key in keys:
         if not isinstance(key, bytes):
@@ -182,9 +170,7 @@ def block_keys(keys: Sequence[object]) -> tuple[bytes, ...]:
 def whole_number(name: str, value: object, *, first: int = 0, end: int = INDEX_MAX + 1) -> int:
     """One whole number from `first` up to `end`, as a plain `int`.
 
-    Raises:
-        TypeError: it is none.
-        ValueError: it is out of range.
+    Raises `TypeError`: it is none; `ValueError`: it is out of range.
     """
     (number,) = numbers(name, [value], end=end)
     if number < first:

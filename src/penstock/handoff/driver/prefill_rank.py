@@ -158,22 +158,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     ) -> None:
         """The rank is going to compute a prompt; its blocks will lie in these slots.
 
-        Args:
-            handoff: its name.
-            token_count: of the whole prompt.
-            slots: for each of its blocks, from `first_block` on; or for the first of them, if
-                `extend` tells the rest before they are computed.
-            keys: of each of its blocks; the same that the decode side gives.
-            scheduler: the incarnation of the scheduler that gives it (`driver.life`), where that
-                may start again beside living ranks: before this returns, nothing is read any
-                more for an earlier life of it, so that the slots may be those of others.
-            first_block: blocks before it have left the window of every layer here: a target that
-                wants them nevertheless does not get the prompt.
-
-        Raises:
-            TypeError: an argument is of another kind.
-            ValueError: see `PrefillRank.admit`; or there is not one key for each block, or more
-                slots than blocks; or a slot is not one of this rank.
+        Raises `TypeError` or `ValueError`.
         """
         handoff, token_count = handoff_name(handoff), whole_number("token_count", token_count)
         numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
@@ -199,10 +184,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def extend(self, handoff: str, slots: Sequence[int]) -> None:
         """The next blocks of a prompt will lie in these slots.
 
-        Raises:
-            TypeError: an argument is of another kind.
-            ValueError: the prompt was never admitted, or has fewer blocks; or a slot is not one of
-                this rank.
+        Raises `TypeError`: an argument is of another kind; `ValueError`: the prompt was never
+        admitted, or has fewer blocks; or a slot is not one of this rank.
         """
         numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
         if self.machine.require_progress(handoff, layer=None, tokens=0) is None:
@@ -217,9 +200,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """The prompt has lost its blocks; where they lie anew, `extend` tells.
 
         When this returns, the blocks that it had are not read any more.
-
-        Raises:
-            ValueError: the prompt was never admitted.
+        Raises `ValueError`: the prompt was never admitted.
         """
         self._carry_out(self.machine.restart(handoff, self._clock()))
         if self._progress is not None:
@@ -230,8 +211,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def progress(self, handoff: str, *, layer: int, tokens: int) -> None:
         """The KV of the first `tokens` tokens *is* there in one layer.
 
-        Raises:
-            ValueError: see `PrefillRank.progress`; or it is not known where these blocks lie.
+        Raises `ValueError`: see `PrefillRank.progress`; or it is not known where these blocks lie.
         """
         now = self._clock()
         self._require_known(handoff, tokens)
@@ -240,8 +220,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def chunk_progress(self, handoff: str, *, tokens: int) -> None:
         """The KV of the first `tokens` tokens *is* there in every layer.
 
-        Raises:
-            ValueError: as for `progress`.
+        Raises `ValueError`: as for `progress`.
         """
         self._require_known(handoff, tokens)
         self._carry_out(self.machine.chunk_progress(handoff, tokens=tokens, now=self._clock()))
@@ -249,8 +228,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def submitted(self, tokens: Mapping[str, int], *, layer: int | None, stream: int) -> None:
         """What was submitted to the stream computes so many tokens of each prompt in a layer.
 
-        Raises:
-            ValueError: see `PrefillRank.progress`; or the rank has no device.
+        Raises `ValueError`: see `PrefillRank.progress`; or the rank has no device.
         """
         if self._progress is None:
             raise ValueError(f"stream is {stream}, must be left out: the KV is not on a GPU")

@@ -105,21 +105,8 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
     ) -> None:
         """Claims the part of a prompt that is missing here. Ends with one `HandoffEnded`.
 
-        Args:
-            handoff: its name, the same as on the prefill side.
-            token_count: of the prompt.
-            slots: for each decode rank by name, where the missing blocks are to lie.
-            keys: of *every* block of the prompt, in blocks of the prefill engine; the last may
-                be partly filled. Sums are bound to them, so both sides must have the same.
-            cached_tokens: what is here already, or is never read: a whole number of blocks of
-                both sides, or all tokens. One number, or one for each decode rank by name.
-            epoch: higher than that of any earlier claim of this handoff.
-            patience_s: gives up after this.
-            part_tokens: a part has blocks of at most so many tokens; at least one block.
-
-        Raises:
-            TypeError: an argument is of another kind.
-            ValueError, UnavailableError, CapacityError: see `DecodeScheduler.submit`.
+        Raises `TypeError`: an argument is of another kind. ValueError, UnavailableError,
+        CapacityError: see `DecodeScheduler.submit`.
         """
         handoff = handoff_name(handoff)
         token_count = whole_number("token_count", token_count, first=1)

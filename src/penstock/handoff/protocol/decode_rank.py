@@ -86,16 +86,15 @@ class DecodeRank(Party):
     def part_taken(self, take: Take, now: float) -> list[AnyEffect]:
         """A part was verified and is in its slots; `take` is the effect that asked for it.
 
-        Raises:
-            ValueError: that is not under way.
+        Raises `ValueError`: that is not under way.
         """
         return self.parts_taken((take,), now)
 
     def parts_taken(self, takes: Sequence[Take], now: float) -> list[AnyEffect]:
         """Parts were verified and are in their slots: one claim answers all those of a source.
 
-        Raises:
-            ValueError: one of them is not under way, or is named twice; nothing has changed then.
+        Raises `ValueError`: one of them is not under way, or is named twice; nothing has changed
+        then.
         """
         berths = [self._berth_under_way(take) for take in takes]
         if len({*berths}) < len(berths):
@@ -119,8 +118,7 @@ class DecodeRank(Party):
     def part_spoiled(self, take: Take, now: float) -> list[AnyEffect]:
         """A part was not intact: it is asked for again, or the handoff fails.
 
-        Raises:
-            ValueError: that is not under way.
+        Raises `ValueError`: that is not under way.
         """
         self._end_take(take, now)
         self._count("parts spoiled")
@@ -138,8 +136,7 @@ class DecodeRank(Party):
     def take_failed(self, take: Take, now: float, *, why: str) -> list[AnyEffect]:
         """Our mover could not take a part, whatever its bytes are: the handoff fails (P11).
 
-        Raises:
-            ValueError: that is not under way.
+        Raises `ValueError`: that is not under way.
         """
         self._end_take(take, now)
         self._count("parts not taken")
@@ -166,9 +163,7 @@ class DecodeRank(Party):
         """There was no memory for an area: the handoffs that need it fail over (P18).
 
         Nothing was given away, so its fence holds at once; the next handoff tries another area.
-
-        Raises:
-            ValueError: no such area is open.
+        Raises `ValueError`: no such area is open.
         """
         area = self.areas.get(peer.name)
         if area is None or not area.open or (area.peer, area.generation) != (peer, generation):
@@ -183,8 +178,7 @@ class DecodeRank(Party):
     def fenced(self, peer: Life, generation: int, now: float) -> list[AnyEffect]:
         """The transport's fence holds: this life can write to this area no more.
 
-        Raises:
-            ValueError: no such area is retired.
+        Raises `ValueError`: no such area is retired.
         """
         if (peer, generation) not in self.retired:
             raise ValueError(f"area {generation} of {peer} is not retired")
@@ -546,8 +540,7 @@ class DecodeRank(Party):
     def _end_take(self, take: Take, now: float) -> None:
         """One of our moves has ended.
 
-        Raises:
-            ValueError: it is not under way.
+        Raises `ValueError`: it is not under way.
         """
         berth = self._berth_under_way(take)
         self._start(now)

@@ -107,20 +107,8 @@ class DecodeScheduler(Party):
     ) -> list[AnyEffect]:
         """Claims a handoff. Ends with one `HandoffEnded`.
 
-        Args:
-            handoff: its name, the same as on the prefill side.
-            now: the time.
-            prefill: the name of the prefill scheduler.
-            wanted: for each rank by name, which source ranks owe it which parts; a rank that
-                is not named, or has no sources, needs nothing.
-            epoch: higher than that of any earlier claim of this handoff.
-            slots: for each rank by name, where the missing blocks are to lie.
-            patience_s: gives up after this.
-
-        Raises:
-            ValueError: it is known, its epoch is over, or a grid or rank is wrong.
-            UnavailableError: a rank is not there.
-            CapacityError: too many handoffs at once.
+        Raises `ValueError`: it is known, its epoch is over, or a grid or rank is wrong;
+        `UnavailableError`: a rank is not there; `CapacityError`: too many handoffs at once.
         """
         self._require_new(handoff, epoch)
         orders = self._orders(wanted, slots or {})
@@ -141,8 +129,7 @@ class DecodeScheduler(Party):
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
         """The request was aborted; the prefill side gets a `Close`. Ends with `HandoffEnded`.
 
-        Raises:
-            ValueError: it is not known, or has ended.
+        Raises `ValueError`: it is not known, or has ended.
         """
         claimed = self._unended(handoff)
         self._start(now)
@@ -161,9 +148,7 @@ class DecodeScheduler(Party):
 
         After `HandoffEnded` it may be submitted again with a higher epoch: the prefill side keeps
         what it has computed.
-
-        Raises:
-            ValueError: it is not known, or has ended.
+        Raises `ValueError`: it is not known, or has ended.
         """
         claimed = self._unended(handoff)
         self._start(now)

@@ -84,14 +84,7 @@ class Grid(NamedTuple):
         token_count: int,
         layers: range | None = None,
     ) -> int:
-        """The parts whose bytes are computed.
-
-        Args:
-            watermarks: tokens ready in each layer of the source rank.
-            first_layer: the source rank's first layer.
-            token_count: of the prompt; the last block may be partly filled.
-            layers: only parts that touch these layers are looked at.
-        """
+        """The parts whose bytes are computed."""
         found = 0
         ranges = self.range_count
         for group in self._groups_of(layers):
@@ -144,18 +137,7 @@ def cut(
     A part is one layer, so that it can leave as soon as the layer is computed; blocks are split
     where a layer does not fit, or is computed in several steps, and layers are put together where
     one alone would be tiny.
-
-    Args:
-        layers: that both ranks hold.
-        blocks: that are missing on the decode side, counted from the prompt's first.
-        cell_bytes: what one block of one layer takes between these two ranks.
-        block_tokens: tokens of a block: the coarser of the two sides' blocks.
-        berth_bytes: no part is larger.
-        part_bytes_min: layers are put together until a part has this many bytes.
-        part_tokens: a part has blocks of at most so many tokens, and at least one block.
-
-    Raises:
-        ValueError: one block of one layer does not fit a berth, or something is empty.
+    Raises `ValueError`: one block of one layer does not fit a berth, or something is empty.
     """
     if not layers or not blocks or cell_bytes < 1 or block_tokens < 1:
         raise ValueError(f"nothing to cut: {layers}, {blocks}, {cell_bytes} bytes a block")
@@ -182,9 +164,8 @@ def cut(
 def missing_blocks(plan: ReshardPlan, *, cached_tokens: int, token_count: int) -> range:
     """The blocks that have to travel, in units that can be resharded (`plan.unit_tokens`).
 
-    Raises:
-        ValueError: `cached_tokens` is not a whole number of units. Where source blocks are the
-            larger ones, the decode side has to leave the rest of its match aside.
+    Raises `ValueError`: `cached_tokens` is not a whole number of units. Where source blocks are the
+    larger ones, the decode side has to leave the rest of its match aside.
     """
     unit = plan.unit_tokens
     if not 0 <= cached_tokens < token_count:

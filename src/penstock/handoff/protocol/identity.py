@@ -107,13 +107,7 @@ class Misfit(NamedTuple):
 def facts_of(
     *, model: str, weights: str, form: tuple[tuple[str, str], ...] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """The facts of an engine, in the order in which they are compared.
-
-    Args:
-        model: its name.
-        weights: their version; engines with different weights compute different KV.
-        form: what resharding cannot change, see `form_facts`.
-    """
+    """The facts of an engine, in the order in which they are compared."""
     return (("model", model), ("weights", weights), *form)
 
 
@@ -141,10 +135,6 @@ def rank_facts(engine: str, forms: Sequence[Form]) -> tuple[tuple[str, str], ...
 
     Two sides with equal facts have equal forms, so that they cut a transfer alike. A difference
     is named by its field, such as `block_tokens of prefill`, and not by a digest of everything.
-
-    Args:
-        engine: which of the two it is, for the names of the facts.
-        forms: of its ranks, in their order.
     """
     values: dict[str, list[str]] = {}
     for form in forms:

@@ -245,8 +245,7 @@ _frames: FrameCodec[AnyMessage] = FrameCodec(
 def encode(message: AnyMessage) -> bytes:
     """The frame of a message.
 
-    Raises:
-        ValueError: the frame would be longer than `MESSAGE_BYTES_MAX`.
+    Raises `ValueError`: the frame would be longer than `MESSAGE_BYTES_MAX`.
     """
     return _frames.encode(message)
 
@@ -254,8 +253,7 @@ def encode(message: AnyMessage) -> bytes:
 def decode(frame: bytes) -> AnyMessage:
     """The message of a frame.
 
-    Raises:
-        FrameVersionError: the frame is of another version.
-        PeerError: the frame makes no sense here.
+    Raises `FrameVersionError`: the frame is of another version; `PeerError`: the frame makes no
+    sense here.
     """
     return _frames.decode(frame)

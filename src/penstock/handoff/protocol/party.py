@@ -139,8 +139,7 @@ class Party(ABC):
     def expire(self, timer: TimerKey, now: float) -> list[AnyEffect]:
         """Lets one timer expire, due or not: for explorers, to whom time is just another order.
 
-        Raises:
-            ValueError: it does not run.
+        Raises `ValueError`: it does not run.
         """
         if timer not in self.timers:
             raise ValueError(f"timer {timer} does not run, only {self.armed()}")
@@ -151,8 +150,7 @@ class Party(ABC):
     def introduce(self, peer: Identity, now: float) -> list[AnyEffect]:
         """Makes a party known as if it had sent `Welcome`.
 
-        Raises:
-            ValueError: it does not fit; or this life of it is known to be over.
+        Raises `ValueError`: it does not fit; or this life of it is known to be over.
         """
         problem = misfit(self.identity, peer)
         if problem is not None:
@@ -167,8 +165,7 @@ class Party(ABC):
     def suspect(self, name: str, now: float) -> list[AnyEffect]:
         """A peer has been silent for too long, or a colleague was seen dead.
 
-        Raises:
-            ValueError: nobody of this name is known.
+        Raises `ValueError`: nobody of this name is known.
         """
         peer = self.peers.get(name)
         if peer is None:

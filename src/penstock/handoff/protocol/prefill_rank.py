@@ -83,19 +83,8 @@ class PrefillRank(Party):
         """The rank is going to compute a prompt whose KV may be claimed.
 
         One that was released already (cancelled before it got here) is left alone.
-
-        Args:
-            handoff: its name.
-            token_count: of the whole prompt.
-            layers: of this rank.
-            now: the time.
-            scheduler: the incarnation of the scheduler that gives it; by default the one this rank
-                knows. Work of a scheduler that started again may come before its greeting: to
-                name it ends what was under way for an earlier life (P16).
-
-        Raises:
-            ValueError: the prompt is known, or has no tokens or layers; or that life of the
-                scheduler is over.
+        Raises `ValueError`: the prompt is known, or has no tokens or layers; or that life of the
+        scheduler is over.
         """
         if handoff in self.prompts:
             raise ValueError(f"handoff is {handoff!r}, which was admitted already")
@@ -120,9 +109,7 @@ class PrefillRank(Party):
 
         Layers may come in any order, late or twice: the watermark only rises. What comes after
         the release is left alone.
-
-        Raises:
-            ValueError: the prompt was never admitted, or has no such layer or token.
+        Raises `ValueError`: the prompt was never admitted, or has no such layer or token.
         """
         prompt = self.require_progress(handoff, layer=layer, tokens=tokens)
         self._start(now)
@@ -133,8 +120,7 @@ class PrefillRank(Party):
     def chunk_progress(self, handoff: str, *, tokens: int, now: float) -> list[AnyEffect]:
         """The KV of the first `tokens` tokens is there in every layer of this rank.
 
-        Raises:
-            ValueError: as for `progress`.
+        Raises `ValueError`: as for `progress`.
         """
         prompt = self.require_progress(handoff, layer=None, tokens=tokens)
         self._start(now)
@@ -147,9 +133,7 @@ class PrefillRank(Party):
 
         Nothing is read for it until progress comes again: the caller carries the effects out
         before others get the blocks. Parts that a target has, or that were read, stay as they are.
-
-        Raises:
-            ValueError: the prompt was never admitted.
+        Raises `ValueError`: the prompt was never admitted.
         """
         prompt = self._known(handoff)
         self._start(now)
@@ -165,8 +149,7 @@ class PrefillRank(Party):
     def require_progress(self, handoff: str, *, layer: int | None, tokens: int) -> Prompt | None:
         """The prompt of which so much may be reported; none if it was released.
 
-        Raises:
-            ValueError: as for `progress`.
+        Raises `ValueError`: as for `progress`.
         """
         prompt = self._known(handoff)
         if prompt is not None:
@@ -180,8 +163,7 @@ class PrefillRank(Party):
     def write_done(self, write: WriteId, now: float, *, sums: bytes = b"") -> list[AnyEffect]:
         """A write was observed to have ended well; `sums` are what its notice carried.
 
-        Raises:
-            ValueError: no such write is under way.
+        Raises `ValueError`: no such write is under way.
         """
         posted = self._under_way(write)._replace(observed=True, sums=sums)
         self._start(now)
@@ -198,8 +180,7 @@ class PrefillRank(Party):
     def write_failed(self, write: WriteId, now: float) -> list[AnyEffect]:
         """A write ended with an error: it may land yet, so its area is not safe any more (P17).
 
-        Raises:
-            ValueError: no such write is under way.
+        Raises `ValueError`: no such write is under way.
         """
         self._under_way(write)
         self._start(now)
@@ -216,9 +197,7 @@ class PrefillRank(Party):
         """A write that was abandoned has ended, and nothing of it is moved any more (P16).
 
         Its notice was not given, so its berth is ours again.
-
-        Raises:
-            ValueError: no such write is under way.
+        Raises `ValueError`: no such write is under way.
         """
         self._under_way(write)
         self._start(now)

@@ -85,15 +85,8 @@ class PrefillScheduler(Party):
     def submit(self, handoff: str, now: float, *, lease_s: float | None = None) -> list[AnyEffect]:
         """Offers the KV of a prompt that is about to be computed. Ends with one `HandoffEnded`.
 
-        Args:
-            handoff: its name, the same as on the decode side; never used before.
-            now: the time.
-            lease_s: gives it up when decode has not asked for it this long.
-
-        Raises:
-            ValueError: it is known, or is over.
-            UnavailableError: a rank is not there.
-            CapacityError: too many handoffs at once.
+        Raises `ValueError`: it is known, or is over; `UnavailableError`: a rank is not there;
+        `CapacityError`: too many handoffs at once.
         """
         lease = self.settings.times.lease_s if lease_s is None else lease_s
         known = self.prefills.get(handoff)
@@ -126,9 +119,7 @@ class PrefillScheduler(Party):
         """The prompt is computed; its first token goes to decode, with any draft tokens.
 
         What comes after the end is left alone.
-
-        Raises:
-            ValueError: the handoff was never submitted, had its first token, or gets none.
+        Raises `ValueError`: the handoff was never submitted, had its first token, or gets none.
         """
         prefill = self.prefills.get(handoff)
         if not 0 < len(tokens) <= msg.TOKEN_COUNT_MAX or len(drafts) > msg.TOKEN_COUNT_MAX:
@@ -147,8 +138,7 @@ class PrefillScheduler(Party):
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
         """The request was aborted or has failed; decode gets `Gone`. Ends with `HandoffEnded`.
 
-        Raises:
-            ValueError: it was never submitted, or has ended.
+        Raises `ValueError`: it was never submitted, or has ended.
         """
         prefill = self.prefills.get(handoff)
         if prefill is None or prefill.state is PrefillState.AWAITED:

@@ -187,8 +187,7 @@ M = TypeVar("M", bound=Enum)
 def advance(table: Mapping[tuple[S, M], S], state: S, move: M) -> S:
     """The state after a move.
 
-    Raises:
-        InvariantViolation: the table does not have this move.
+    Raises `InvariantViolation`: the table does not have this move.
     """
     try:
         return table[state, move]

@@ -106,8 +106,7 @@ class Calls(Protocol):
     def make(self) -> None:
         """Makes the recorded calls.
 
-        Raises:
-            UnavailableError: one failed; the device may be lost.
+        Raises `UnavailableError`: one failed; the device may be lost.
         """
         ...
 
@@ -256,8 +255,7 @@ class CompiledCalls:
 def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
     """Calls by compiled code, for these kernels.
 
-    Raises:
-        UnavailableError: nothing can be compiled here, or the kernels take something unknown.
+    Raises `UnavailableError`: nothing can be compiled here, or the kernels take something unknown.
     """
     return CompiledCalls(load_library(), kernels)
 

@@ -98,13 +98,7 @@ class ChunkTable(NamedTuple):
 
 
 def chunk_tables(layout: Layout, addresses: Mapping[int, int], *, pitch: int) -> list[ChunkTable]:
-    """The chunks of a block of `layout`.
-
-    Args:
-        layout: Where the segments lie.
-        addresses: Where each of its buffers starts.
-        pitch: Bytes between two packed blocks in staging.
-    """
+    """The chunks of a block of `layout`."""
     rows: dict[Pattern, list[tuple[int, ...]]] = {}
     for number, cell in enumerate(layout.cells):
         for segment in cell.segments:

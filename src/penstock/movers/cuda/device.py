@@ -75,9 +75,8 @@ class CudaTier:
     def saves_to(self, host: HostTier, algorithm: Algorithm) -> SaveMover:
         """The mover down to a host tier.
 
-        Raises:
-            UnavailableError: the host's memory cannot be pinned, or the device has no memory
-                left for staging.
+        Raises `UnavailableError`: the host's memory cannot be pinned, or the device has no memory
+        left for staging.
         """
         mover = SaveMover(self, self._area(host), algorithm, steps=self.steps)
         _log_staging("saves", mover.staging_bytes)
@@ -86,8 +85,7 @@ class CudaTier:
     def loads_from(self, host: HostTier, algorithm: Algorithm) -> LoadMover | LayerLoadMover:
         """The mover up from a host tier.
 
-        Raises:
-            UnavailableError: as for `saves_to`.
+        Raises `UnavailableError`: as for `saves_to`.
         """
         make = LayerLoadMover if self.layerwise else LoadMover
         mover = make(self._area(host), self, algorithm, steps=self.steps)
@@ -121,8 +119,7 @@ class CudaTier:
     def take_again(self) -> None:
         """Takes the memory of the blocks again, and registers host tiers that were released.
 
-        Raises:
-            UnavailableError: there is no memory, or it cannot be pinned; may be called again.
+        Raises `UnavailableError`: there is no memory, or it cannot be pinned; may be called again.
         """
         if self._tier.memory is not None:
             self._tier.memory.take_again()

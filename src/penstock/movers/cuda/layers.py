@@ -211,8 +211,7 @@ class LayerLoadMover(QueuedMover):
     def close(self) -> None:
         """Waits for what is in flight and gives everything back.
 
-        Raises:
-            UnavailableError: it does not end; then nothing is given back, as it is still used.
+        Raises `UnavailableError`: it does not end; then nothing is given back, as it is still used.
         """
         self.wait()
         self._kernels.wait()

@@ -59,8 +59,7 @@ class CallsLibrary:
     def make(self, words: array[int]) -> None:
         """Makes the calls that were written down.
 
-        Raises:
-            UnavailableError: one failed; those after it were not made.
+        Raises `UnavailableError`: one failed; those after it were not made.
         """
         failure: int = self._make(*words.buffer_info())
         if failure:
@@ -70,8 +69,7 @@ class CallsLibrary:
     def reached(self, events: array[int]) -> int:
         """How many of these events, which are reached in order, were.
 
-        Raises:
-            UnavailableError: the device may be lost.
+        Raises `UnavailableError`: the device may be lost.
         """
         found: int = self._reached(*events.buffer_info())
         if found < 0:
@@ -97,8 +95,7 @@ class CallsLibrary:
 def load_library() -> CallsLibrary:
     """The library of this machine, compiled if it has to be.
 
-    Raises:
-        UnavailableError: there is no C compiler, it failed, or the driver lacks something.
+    Raises `UnavailableError`: there is no C compiler, it failed, or the driver lacks something.
     """
     folder = cache_folder()
     if folder is not None:

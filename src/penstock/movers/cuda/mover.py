@@ -95,8 +95,7 @@ class CudaMover(QueuedMover):
     def close(self) -> None:
         """Waits for copies in flight and releases all memory.
 
-        Raises:
-            UnavailableError: they do not end; then nothing is released, as it is still used.
+        Raises `UnavailableError`: they do not end; then nothing is released, as it is still used.
         """
         self.wait()
         self._link.wait()

@@ -63,8 +63,7 @@ class PinnedArea(Protocol):
 def register(extents: Iterable[tuple[int, int]], *, writable: bool = True) -> list[int]:
     """Registers host memory, given as (address, length), for DMA; returns the addresses.
 
-    Raises:
-        UnavailableError: the memory cannot be pinned; what was registered is undone.
+    Raises `UnavailableError`: the memory cannot be pinned; what was registered is undone.
     """
     done: list[int] = []
     flags = runtime.cudaHostRegisterPortable
@@ -114,8 +113,7 @@ class RegisteredHost:
     def register_again(self) -> None:
         """Registers the memory that was released.
 
-        Raises:
-            UnavailableError: it cannot be pinned; it is released as before.
+        Raises `UnavailableError`: it cannot be pinned; it is released as before.
         """
         if not self._registered:
             self._registered = register(self._extents, writable=self._writable)

@@ -241,8 +241,7 @@ class StagingRing:
 def take_device_memory(length: int) -> torch.Tensor:
     """Allocates zeroed bytes on the current device.
 
-    Raises:
-        UnavailableError: the device has not so much left.
+    Raises `UnavailableError`: the device has not so much left.
     """
     here = torch.device("cuda", torch.cuda.current_device())
     try:

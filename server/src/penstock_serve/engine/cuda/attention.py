@@ -163,18 +163,7 @@ def read_in_place(
     table_stride: int,
     tiling: Tiling,
 ) -> None:
-    """Attention of some tokens over K and V where they lie.
-
-    Args:
-        query: [tokens, heads, channels], of one request, or one token of each.
-        kv: The layer's blocks.
-        tables: Blocks in token order: one row for all tokens, or one for each.
-        positions: The position of each token; a negative one has no result.
-        result: Where to write.
-        longest: No position is higher.
-        table_stride: From one tile's row of `tables` to the next; 0 where all have the same.
-        tiling: How the work is cut; a tile of `DECODE` is one token.
-    """
+    """Attention of some tokens over K and V where they lie."""
     rows, heads, channels = query.shape
     group = heads // (kv_heads := kv.shape[3])
     tokens = max(1, tiling.rows // group)

@@ -59,8 +59,7 @@ class GpuMemory:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory of its own.
 
-        Raises:
-            UnavailableError: the GPU has no memory for it.
+        Raises `UnavailableError`: the GPU has no memory for it.
         """
         count = prod(shape)
         taken = _Range(self._device.index, max(1, count * dtype.itemsize))
@@ -72,8 +71,7 @@ class GpuMemory:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Moves tensors of this GPU here; each stays the same Python object.
 
-        Raises:
-            UnavailableError: the GPU has no memory for it.
+        Raises `UnavailableError`: the GPU has no memory for it.
         """
         moved = 0
         for tensor in tensors:
@@ -88,8 +86,7 @@ class GpuMemory:
     def give_back(self) -> int:
         """Gives all memory back; returns how many bytes. A second call gives nothing.
 
-        Raises:
-            UnavailableError: the device is lost.
+        Raises `UnavailableError`: the device is lost.
         """
         torch.cuda.synchronize(self._device)
         given = sum(each.unmap() for each in self._ranges)
@@ -99,8 +96,7 @@ class GpuMemory:
     def take_again(self) -> None:
         """Takes all memory again; a second call changes nothing.
 
-        Raises:
-            UnavailableError: the GPU has not enough left; none is taken.
+        Raises `UnavailableError`: the GPU has not enough left; none is taken.
         """
         missing = [each for each in self._ranges if not each.is_mapped]
         self._free_unused()
