@@ -25,13 +25,12 @@ MAY_HAVE_THREADS = (
     *("testing/", "demo/", "store/disk", "store/tier_slots", ENCODES),
     *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_", "store/mooncake_"),
     *("replay/plan.py",),
-    *("store/shared", "store/object_blobs.py", "server/tracing.py", "runtime/saved_curves.py"),
+    *("store/shared", "store/object_blobs.py", "server/tracing.py"),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it
 is idle (decision 16). A recording, if one is asked for, is written in the server's process, and
-beside vLLM's scheduler; spans, if they are asked for, are sent from the server's process. While a
-cache is opened or closed, curves are read or written by a thread that is left if the disk hangs.
+beside vLLM's scheduler; spans, if they are asked for, are sent from the server's process.
 The pool of processes of `penstock plan`, a command of its own, has a thread."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"

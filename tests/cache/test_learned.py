@@ -56,6 +56,14 @@ def test_blocks_that_come_back_are_kept_where_lru_loses_them() -> None:
     assert found_with("learned") > 0.5 * 3 * 10 * ROUNDS
 
 
+def make_tables(curves: ReuseCurves) -> None:
+    """All slices at once."""
+    curves._begin_tables()
+    for _ in range(_SLICES):
+        curves._index.advance()
+    curves._end_tables()
+
+
 def what_is_left() -> tuple[int, list[bytes], NDArray[np.float64]]:
     """Blocks that were found, the keys that lie in the tier at last, and what they are worth."""
     device = TierSettings(name="device", slot_count=60, eviction="learned")
@@ -65,7 +73,7 @@ def what_is_left() -> tuple[int, list[bytes], NDArray[np.float64]]:
     tier = books.tiers[0]
     policy = tier.policy
     assert isinstance(policy, LearnedPolicy)
-    policy.learned()
+    policy._shared.catch_up()
     keys = sorted(books.nodes.keys_of(tier.ready_nodes().tolist()))
     return sum(replay.tally.tokens_by_tier), keys, policy._curves.values
 
@@ -272,7 +280,7 @@ def test_evicted_blocks_are_remembered_up_to_a_bound_and_the_oldest_are_forgotte
         keys = [f"{turn} {block}".encode() for block in range(8)]
         policy.add(nodes, keys, tick=turn)
         policy.forget(nodes.tolist(), keys, evicted=True)
-    policy.learned()  # Catches up.
+    policy._shared.catch_up()
 
     assert list(policy._ghosts) == [
         f"{turn} {block}".encode() for turn in range(96, 100) for block in range(8)
@@ -309,7 +317,7 @@ class Shelves:
         curves._reused[class_of(1, 1, 0) : class_of(1, 10, 3) + 1, 9:12] = 50.0
         curves._passed[class_of(1, 1, 0) : class_of(1, 10, 3) + 1, :] = 50.0
         curves._passed[: class_of(0, 0, 3) + 1, :] = 1000.0
-        curves._make_tables()
+        make_tables(curves)
         curves._own_hits = curves._ahead = 1e9
         if by_value:
             curves.ranking = curves._by_value
@@ -373,7 +381,7 @@ def test_in_the_shadow_of_a_tier_that_refuses_new_blocks_may_stay_outside() -> N
     curves._reused[class_of(1, 1, 0), 9:12] = 50.0
     curves._passed[class_of(1, 1, 0), :] = 50.0
     curves._passed[: class_of(0, 0, 3) + 1, :] = 1000.0
-    curves._make_tables()
+    make_tables(curves)
     known = curves.begin(1, 1, 0, 8)
     new = curves.begin(0, 0, 0, 8)
 

@@ -178,7 +178,7 @@ def test_without_the_package_one_line_says_what_to_install() -> None:
 
     assert done.stdout.startswith(
         "serve.tracing is true and OpenTelemetry is not installed: "
-        'pip install ".[otel]" in a clone of the repository'
+        'pip install ".[cli]" "./server[otel]" in a clone of the repository'
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
-from penstock.cache.eviction import Remembers, SharesArrays
 from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
@@ -34,7 +33,7 @@ from penstock.machine.matching import find
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from penstock.cache.operations import Operation, Outcome
     from penstock.cache.settings import CacheSettings
@@ -90,32 +89,6 @@ class CacheMachine:
             raise
         self._suspect = ""
         return books.effects
-
-    def learned(self) -> dict[str, bytes]:
-        """What the eviction policies have learned, for those that can save it.
-
-        By the name of a tier; `TIER.quotas` is what its tenants with quotas have.
-        """
-        return {name: policy.learned() for name, policy in self._remembering()}
-
-    def recall(self, name: str, data: bytes) -> None:
-        """Gives a policy what `learned` returned under its name in another process.
-
-        Raises:
-            ValueError: it is damaged, or of another version; nothing was changed.
-        """
-        for each, policy in self._remembering():
-            if each == name:
-                policy.recall(data)
-
-    def _remembering(self) -> Iterator[tuple[str, Remembers]]:
-        for tier in self._books.owned_tiers():
-            if isinstance(tier.policy, Remembers):
-                yield tier.name, tier.policy
-            # Tenants with quotas learn together, and not with the tier, which has all blocks.
-            shared: object = tier.quota_arrays
-            if isinstance(shared, Remembers) and isinstance(shared, SharesArrays):
-                yield f"{tier.name}.quotas", shared
 
     def handle_timer(self, now: float) -> list[Effect]:
         """Deals with deadlines that have passed."""

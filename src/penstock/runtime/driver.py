@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.machine.statistics import CacheStatistics, StoreStatistics
     from penstock.runtime.rank_links import RankLinks
-    from penstock.runtime.saved_curves import SavedCurves
     from penstock.runtime.status import Health
     from penstock.runtime.stored_tiers import StoredTiers, StoreStatus
     from penstock.vocabulary.ids import OperationId
@@ -100,7 +99,6 @@ class Driver:
             None if acknowledgements is None else MissingReports(acknowledgements.received)
         )
         """What ranks are asked when a report of theirs did not come; `None` if none can be lost."""
-        self.curves: SavedCurves | None = None
         """Where what the eviction policies learn is kept for the next process, if anywhere."""
         self.unusable: dict[int, str] = {}
         """Tiers that somebody cannot use, and why; those that sleep are not among them."""
@@ -408,8 +406,6 @@ class Driver:
                 # Copies may have settled meanwhile.
                 left = len(self.machine.operations)
                 drained = msgspec.structs.replace(drained, unsettled=left)
-                if self.curves is not None:
-                    self.curves.save()
         self.access.close()
         if self.stored is not None:
             self.stored.close(self._clock() + max(timeout_s, STORE_CLOSE_S))

@@ -33,7 +33,6 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
-from penstock.runtime.saved_curves import SavedCurves
 from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
 from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
@@ -278,7 +277,6 @@ def _drive_here(config: Config, rank: Rank) -> Driven:
     )
     driver.ready_s = slowest_ready_s([rank.facts])
     _switch_off(driver, agreement, why_not)
-    _recall(driver, config)
     return Driven(config, agreement, driver)
 
 
@@ -301,15 +299,7 @@ def _drive_others(
     driver = Driver(agreement.settings, links, incarnation=incarnation, stored=stored)
     driver.ready_s = slowest_ready_s(ranks)
     _switch_off(driver, agreement, why_not)
-    _recall(driver, config)
     return Driven(config, agreement, driver, ranks)
-
-
-def _recall(driver: Driver, config: Config) -> None:
-    """Lets eviction policies begin with what an earlier process has learned."""
-    driver.curves = SavedCurves.of(config, driver.machine)
-    if driver.curves is not None:
-        driver.curves.restore()
 
 
 def _stored_tiers(

@@ -13,14 +13,12 @@ from penstock.cache.eviction.base import (
     EvictionPolicy,
     FollowsRequests,
     Judge,
-    Remembers,
     SharesArrays,
     Standing,
 )
 from penstock.cache.eviction.learned import LearnedPolicy
 from penstock.cache.eviction.lru import LruPolicy
 from penstock.cache.eviction.s3fifo import S3FifoPolicy
-from penstock.cache.eviction.saved import SAVED_BYTES_MAX
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_POLICIES
 
@@ -51,14 +49,12 @@ def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
 
 __all__ = [
     "POLICIES",
-    "SAVED_BYTES_MAX",
     "Admits",
     "EvictionPolicy",
     "FollowsRequests",
     "Judge",
     "LearnedPolicy",
     "LruPolicy",
-    "Remembers",
     "S3FifoPolicy",
     "SharesArrays",
     "Standing",

@@ -138,20 +138,3 @@ class Admits(Protocol):
         `None`: all of them, whatever has to leave.
         """
         ...
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """A policy whose knowledge can outlive the process."""
-
-    def learned(self) -> bytes:
-        """What it knows of the traffic, some KiB without any key."""
-        ...
-
-    def recall(self, data: bytes) -> None:
-        """Begins with what `learned` returned in another process.
-
-        Raises:
-            ValueError: it is damaged, or of another version; nothing was changed.
-        """
-        ...

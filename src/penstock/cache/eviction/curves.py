@@ -47,8 +47,6 @@ PAUSES = 11
 LENGTHS = 4
 """Blocks that were used together: less than half as many as usual, less, more, more than twice."""
 CLASSES = (1 + (COUNTS - 1) * PAUSES) * LENGTHS
-COUNTS_SAVED = 2 * CLASSES * AGES + 2
-"""Numbers that outlive the process."""
 NO_COHORT = -1
 
 _AGES_PER_PAUSE = 4
@@ -457,22 +455,6 @@ class ReuseCurves:
         elif step == 2 + _SLICES:
             self._end_tables()
 
-    # ---------------------------------------------------------------- what outlives the process
-
-    def counts(self) -> NDArray[np.float64]:
-        """What was counted so far, in one row."""
-        begun = (self._blocks_begun, self._cohorts_begun)
-        return np.concatenate((self._reused.ravel(), self._passed.ravel(), begun))
-
-    def take_counts(self, counts: NDArray[np.float64]) -> None:
-        """Begins with what `counts` was once; what LRU finds is compared from now on."""
-        cells = CLASSES * AGES
-        self._reused += counts[:cells].reshape(CLASSES, AGES)
-        self._passed += counts[cells : 2 * cells].reshape(CLASSES, AGES)
-        self._blocks_begun += counts[2 * cells]
-        self._cohorts_begun += counts[2 * cells + 1]
-        self._make_tables()
-
     # ---------------------------------------------------------------- shadows
 
     def _held_by_lru(self, number: int, at: int, count: int) -> int:
@@ -547,13 +529,6 @@ class ReuseCurves:
                     classes[part], weights=left[part], minlength=CLASSES
                 )
                 self._watched[bucket] = last
-
-    def _make_tables(self) -> None:
-        """All slices at once."""
-        self._begin_tables()
-        for _ in range(_SLICES):
-            self._index.advance()
-        self._end_tables()
 
     def _begin_tables(self) -> None:
         reused, passed = self._reused, self._passed

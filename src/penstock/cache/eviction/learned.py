@@ -24,9 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.cache.eviction.curves import (
-    AGES,
-    CLASSES,
-    COUNTS_SAVED,
     LENGTHS,
     NO_COHORT,
     RankedCells,
@@ -34,7 +31,6 @@ from penstock.cache.eviction.curves import (
     age_bucket,
     class_of,
 )
-from penstock.cache.eviction.saved import decode_counts, encode_counts
 from penstock.cache.nodes import grown
 
 if TYPE_CHECKING:
@@ -244,27 +240,6 @@ class LearnedPolicy:
         """An evicted block leaves a ghost; of others nothing more is learned."""
         numbers = np.array(nodes, dtype=np.int32)
         self._note(self._learn_evicted if evicted else self._learn_dropped, numbers, list(keys))
-
-    def learned(self) -> bytes:
-        """What was learned, without any key: for `recall` in another process."""
-        self._shared.catch_up()
-        usual = [number for each in self._shared.usual for number in (each.mean, each.events)]
-        counts = np.concatenate((self._curves.counts(), usual))
-        return encode_counts(counts, CLASSES, AGES)
-
-    def recall(self, data: bytes) -> None:
-        """Begins with what another process has learned.
-
-        Raises `ValueError`: it is damaged, or of another version; nothing was changed.
-        """
-        counts = decode_counts(data, CLASSES, AGES, COUNTS_SAVED + 2 * len(self._shared.usual))
-        usual = counts[COUNTS_SAVED:].tolist()
-        if max(usual[::2]) > _OCTAVES_MAX:
-            raise ValueError("it has lengths that no prompt reaches")
-        self._shared.catch_up()
-        for each, mean, events in zip(self._shared.usual, usual[::2], usual[1::2], strict=True):
-            each.mean, each.events = mean, round(events)
-        self._curves.take_counts(counts[:COUNTS_SAVED])
 
     def candidates(self) -> set[int]:
         self._catch_up()
