@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.transport.base import FRAME_BYTES_MAX as FRAME_BYTES_MAX
     from penstock.transport.base import ReceivedFrame as ReceivedFrame
     from penstock.transport.base import Waitable as Waitable
-    from penstock.transport.event_sockets import EventSockets as EventSockets
     from penstock.transport.waiting import wait_any as wait_any
     from penstock.transport.waiting import wait_readable as wait_readable
     from penstock.transport.zeromq import IPC as IPC

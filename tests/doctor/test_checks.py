@@ -402,16 +402,6 @@ def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) ->
     assert findings[1].seen.startswith("6 of 10 ports")
 
 
-def test_ports_of_kv_events_are_looked_at_for_every_instance(machine: Machine) -> None:
-    config = f"{CONFIG}[serve]\ninstances = 2\n[events]\nport = 6000\nreplay_port = 6100\n"
-
-    findings = machine.check("ports", config, port=lambda _, port: "in use" if port == 6001 else "")
-
-    assert statuses(findings) == ["ok", "problem"]
-    assert findings[1].seen == "events.port: 127.0.0.1:6001: in use"
-    assert findings[1].remedy.endswith("choose another events.port")
-
-
 @pytest.mark.parametrize(
     ("config", "packages", "missing", "extra"),
     [

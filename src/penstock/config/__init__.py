@@ -22,7 +22,7 @@ from __future__ import annotations
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config.addresses import PORT_MAX, UNIX, port_range, require_address, require_socket
 from penstock.config.keys import Gib, Number, String, TierOption, Value, Whole
-from penstock.config.routing import EventsTable, RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.config.schema import LOG_LEVELS, STARTER_TOML, VERSION
 from penstock.config.toml import load_completed, load_config, parse_config
 from penstock.config.values import (
@@ -66,7 +66,6 @@ __all__ = [
     "CacheSettings",
     "Config",
     "EngineTable",
-    "EventsTable",
     "Gib",
     "HandoffTable",
     "ModelSettings",

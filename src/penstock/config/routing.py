@@ -6,9 +6,6 @@ The defaults are stated here; `schema` has the ranges, and `docs/config.md` desc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
-
-from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,42 +31,3 @@ class RoutingTable:
     instance; 0: a block."""
     attempts_max: int = 3
     """How many instances a request is sent to, one after the other, if they are lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventsTable:
-    """`[events]`: where the server publishes KV events for routers that are not ours."""
-
-    host: str = "127.0.0.1"
-    port: int = 5557
-    """Of the first instance; each further one has the next port. 0: any."""
-    replay_port: int = 5657
-    """The same for those who ask for what they missed."""
-    topic: str = ""
-    token_ids: bool = False
-    """Whether events carry the tokens of blocks, which are what users wrote."""
-    unencrypted: bool = False
-    """Whether they may do so beyond this machine, where nothing protects them."""
-    hashes: str = "integers"
-    """`integers`: the last 64 bits of a key, as vLLM does by default; `bytes`: whole keys."""
-    replay_batches: int = 10_000
-    """Batches that can be asked for again; whoever missed more gets a snapshot."""
-    queue_batches: int = 100_000
-    """Batches that wait for a slow subscriber; it misses further ones."""
-
-    def __post_init__(self) -> None:
-        try:
-            local = ip_address(self.host).is_loopback
-        except ValueError:
-            problem = f"is {self.host!r}, must be an IP address to listen on, such as '127.0.0.1'"
-            raise ConfigError("events.host", problem) from None
-        if self.port and self.port == self.replay_port:
-            raise ConfigError(
-                "events.replay_port", f"is {self.replay_port}, must be another one than events.port"
-            )
-        if self.token_ids and not local and not self.unencrypted:
-            raise ConfigError(
-                "events.token_ids",
-                f"is true with events.host {self.host!r}, must be false, or events.unencrypted "
-                "true: everybody who reaches the port could read what users wrote",
-            )

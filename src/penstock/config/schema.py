@@ -19,7 +19,7 @@ from penstock.cache.settings import (
     WritePolicy,
 )
 from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
-from penstock.config.routing import EventsTable, RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.config.values import (
     AUTO,
     BLOCKS_MAX,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.config.keys import Key
 
 VERSION = 1
-TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve", "routing", "events")
+TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve", "routing")
 
 COUNT_MAX = 2**24
 """Departures, happenings and events are remembered in memory: more than this is a mistake."""
@@ -221,19 +221,6 @@ ROUTING_KEYS: Mapping[str, Setting] = _settings(
     equal_blocks=Number(minimum=0, maximum=1_000_000),
     handoff_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
     attempts_max=Whole(minimum=1, maximum=16),
-)
-
-EVENTS_KEYS: Mapping[str, Setting] = _settings(
-    EventsTable,
-    host=String(),
-    port=Whole(minimum=0, maximum=65_535),
-    replay_port=Whole(minimum=0, maximum=65_535),
-    topic=String(),
-    token_ids=Flag(),
-    unencrypted=Flag(),
-    hashes=String(choices=("integers", "bytes")),
-    replay_batches=Whole(minimum=1, maximum=1_000_000),
-    queue_batches=Whole(minimum=1, maximum=1_000_000),
 )
 
 STARTER_TOML = """\

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config.keys import Shares, String, nearest, unknown
-from penstock.config.routing import EventsTable, RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
-    EVENTS_KEYS,
     HANDOFF_KEYS,
     MODEL_KEYS,
     ROOM_KEYS,
@@ -174,7 +173,6 @@ def _read_config(document: dict[str, object]) -> Config:
     engine = _read_table("engine", document, ENGINE_KEYS, EngineTable, problems)
     serve = _read_table("serve", document, SERVE_KEYS, ServeTable, problems)
     routing = _read_table("routing", document, ROUTING_KEYS, RoutingTable, problems)
-    events = _read_table("events", document, EVENTS_KEYS, EventsTable, problems)
     # What concerns all tiers together can be judged only where each of them is in order.
     problems.refuse_if_any()
     assert model is not None, "read, or refused"
@@ -187,7 +185,6 @@ def _read_config(document: dict[str, object]) -> Config:
         engine=engine,
         serve=serve,
         routing=routing,
-        events=events,
         **table.fields_of(Config),
     )
 
@@ -423,8 +420,6 @@ def print_toml(config: Config) -> str:
         parts.append(_table("[serve]", _serve(config.serve)))
     if config.routing is not None:
         parts.append(_table("[routing]", _values(ROUTING_KEYS, config.routing)))
-    if config.events is not None:
-        parts.append(_table("[events]", _values(EVENTS_KEYS, config.events)))
     return "\n".join(part for part in parts if part)
 
 

@@ -12,9 +12,8 @@
     ├── engine      EngineTable       how `penstock serve` computes, if the file says
     ├── serve       ServeTable        whom it answers, if the file says
     ├── routing     RoutingTable      how its router chooses instances, if the file says
-    └── events      EventsTable       where it publishes KV events, if the file says
 
-`[handoff]`, `[engine]`, `[serve]`, `[routing]` and `[events]` mean nothing to a cache that another
+`[handoff]`, `[engine]`, `[serve]` and `[routing]` mean nothing to a cache that another
 engine embeds, so a `Config` has them only if its file does.
 
 The one rule that must not break: a `Config` that exists is usable; whatever could be wrong
@@ -43,7 +42,7 @@ from penstock.config.addresses import (
     require_socket,
 )
 from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
-from penstock.config.routing import EventsTable, RoutingTable  # noqa: TC001
+from penstock.config.routing import RoutingTable  # noqa: TC001
 from penstock.config.salt import require_salt, salted_tenant
 from penstock.config.shared_stores import CLIENT_SETTINGS
 from penstock.errors import ConfigError
@@ -493,7 +492,6 @@ class Config:
     engine: EngineTable | None = None
     serve: ServeTable | None = None
     routing: RoutingTable | None = None
-    events: EventsTable | None = None
 
     def __post_init__(self) -> None:
         if self.hash not in ALGORITHMS:

@@ -451,7 +451,6 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
     else:
         yield _ok("ports", f"{host}:{port} is free" if port else "any free port is taken")
-    yield from _event_ports(facts)
     ports = port_range(serve.ports) if serve else range(0)
     tried = ports[:PORTS_TRIED_MAX]
     taken = [each for each in tried if facts.port("0.0.0.0", each)]
@@ -461,27 +460,6 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
             f"{len(taken)} of {len(tried)} ports of serve.ports are in use",
             "a wider range: each connection takes two",
         )
-
-
-def _event_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
-    """Whether KV events can be published: two ports for each instance."""
-    events = facts.config.events if facts.config else None
-    if facts.config is None or events is None:
-        return
-    count = max(1, sum(_instances_of(facts.config).values()))
-    wanted = {"port": events.port, "replay_port": events.replay_port}
-    for name, first in wanted.items():
-        taken = [
-            f"{events.host}:{each}: {why}"
-            for each in (range(first, first + count) if first else ())
-            if (why := facts.port(events.host, each))
-        ]
-        if taken:
-            yield _problem(
-                "ports",
-                f"events.{name}: {'; '.join(taken)}",
-                f"end the program that listens there (ss -ltnp), or choose another events.{name}",
-            )
 
 
 def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:

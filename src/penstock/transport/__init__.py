@@ -8,6 +8,5 @@ Public:
 - `remote`: what a data transport does; `handoff/transports.py` says which ones there are
 - `shared_memory.SharedTarget`, `shared_memory.connect_shared`: the data transport between processes
 - `private_folder`: where sockets of one user lie
-- `event_sockets`: numbered messages for anybody who subscribes
 - `packets`: frames with descriptors over Unix sockets
 """

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock import KvEvent
     from penstock.toolkit import Channel
     from penstock_serve.engine.messages import What
-    from penstock_serve.server.event_publisher import CachedTokens
 
 ASK_S = 10.0
 RETRY_S = 0.02
@@ -61,8 +60,6 @@ class InstanceLink:
         """Called with changes of what the instance caches."""
         self.reasons: list[str] = []
         """What is lost or off in its cache, and why."""
-        self.tokens: CachedTokens | None = None
-        """Follows the tokens of its requests, where KV events carry them."""
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called before `on_change` when the instance accepts requests."""
         self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = _ignore_failure
@@ -117,8 +114,6 @@ class InstanceLink:
         self._requests[submit.id] = queue
         running = submit.answers
         try:
-            if self.tokens is not None:
-                self.tokens.begin(submit)
             self.send(submit)
             while running:
                 message = await queue.get()
@@ -132,8 +127,6 @@ class InstanceLink:
                 yield message
         finally:
             del self._requests[submit.id]
-            if self.tokens is not None:
-                self.tokens.end(submit.id)
             for waiting in self._waiting.pop(submit.id, ()):
                 if not waiting.done():
                     waiting.set_result(None)
@@ -273,9 +266,6 @@ class InstanceLink:
                     answer.set_result(message.json)
 
     def _take_progress(self, message: ms.TokenProgress | ms.Scored | ms.SubmitRefused) -> None:
-        if self.tokens is not None and isinstance(message, ms.TokenProgress):
-            # Before the KV events of the same step.
-            self.tokens.token(message)
         queue = self._requests.get(message.id)
         if queue is not None:
             queue.put_nowait(message)

@@ -17,7 +17,6 @@ import msgspec
 from penstock import DType, MachineKeys
 from penstock.config import (
     LOOPBACK,
-    PORT_MAX,
     STORED_KINDS,
     Config,
     EngineTable,
@@ -278,7 +277,7 @@ def _instance(
     ranks = _ranks_of(config, role)
     # Without the API key, which instances do not need.
     cache = replace(config.cache, rank_count=ranks)
-    given = replace(config, engine=None, serve=None, routing=None, events=None, cache=cache)
+    given = replace(config, engine=None, serve=None, routing=None, cache=cache)
     return InstanceSpec(
         name=name,
         model=engine.model or None,
@@ -348,7 +347,6 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
     assert engine is not None
     config.namespace()  # A salt that cannot be read is told here, before anything is started.
     _require_role(config)
-    _require_events(config)
     for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
         count = ranks or config.cache.rank_count
         for rank in range(count):
@@ -356,32 +354,6 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
     _require_device(config)
     _require_handoff(config, architecture)
     _require_memory(config, architecture)
-
-
-def _require_events(config: Config) -> None:
-    """KV events are published by the command that serves HTTP, one port for each instance."""
-    events = config.events
-    if events is None:
-        return
-    if not serves_http(config, ServeOptions()):
-        raise ConfigError(
-            "events",
-            "is given to a command whose instances join a router elsewhere, must be given to the "
-            "command of that router: it publishes the events of all instances",
-        )
-    count = len(_roles(config))
-    for key, port in (("events.port", events.port), ("events.replay_port", events.replay_port)):
-        if port and port + count - 1 > PORT_MAX:
-            raise ConfigError(
-                key, f"is {port}, must be at most {PORT_MAX - count + 1} for {count} instances"
-            )
-    between = abs(events.port - events.replay_port)
-    if events.port and events.replay_port and between < count:
-        raise ConfigError(
-            "events.replay_port",
-            f"is {events.replay_port} with events.port {events.port}, must be at least {count} "
-            f"away from it: each of {count} instances has a port of both",
-        )
 
 
 def _require_handoff(config: Config, architecture: Architecture) -> None:

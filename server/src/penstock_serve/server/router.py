@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from penstock.toolkit import Recorder
     from penstock_serve.engine import messages as ms
     from penstock_serve.engine.messages import RoleName
-    from penstock_serve.server.event_publisher import EventPublisher
 
 PREFILLS_MAX = 2
 """How many instances are tried for the prompt of one attempt; then the one that answers it
@@ -175,14 +174,12 @@ class Router:
         gate: RequestGate | None = None,
         recorder: Recorder | None = None,
         *,
-        publisher: EventPublisher | None = None,
         salt: str = "",
     ) -> None:
         """A router without instances."""
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
         self._recorder = recorder
-        self._publisher = publisher
         self._salt = salt
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called when an instance is ready, before it gets any request."""
@@ -217,8 +214,6 @@ class Router:
 
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
-        if self._publisher is not None:
-            self._publisher.lose(link)
         self.pairs.remove(link)
         self._holdings.pop(link, None)
         self._chosen.pop(link, None)
@@ -383,9 +378,7 @@ class Router:
 
     def _welcome(self, link: InstanceLink) -> None:
         """Called when an instance is ready, before it gets any request."""
-        held = self._holdings_of(link)
-        if self._publisher is not None:
-            self._publisher.begin(link, lambda: held.config)
+        self._holdings_of(link)
         role = self._roles.get(link.name)
         if role is not None and link.ready is not None and role != link.ready.role:
             link.send(SetRole(role=role))
@@ -504,8 +497,6 @@ class Router:
 
     def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:
         self._holdings_of(link).take(events)
-        if self._publisher is not None:
-            self._publisher.take(link, events)
 
     def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
         if link not in self._holdings:

@@ -33,7 +33,6 @@ from penstock_serve.engine.text import Text
 from penstock_serve.observe.metrics import ServerMetrics
 from penstock_serve.server.access_log import AccessLog
 from penstock_serve.server.app import Server, ServerSettings
-from penstock_serve.server.event_publisher import EventPublisher
 from penstock_serve.server.guard import read_hosts
 from penstock_serve.server.http import HttpServer, serve_until_stopped
 from penstock_serve.server.instance_link import InstanceLink
@@ -102,8 +101,7 @@ class Service:
         )
         self._listener = Listener("server", address_here, secret=secret, settings=settings)
         self._recorder = recorder_of(config)
-        self._publisher = EventPublisher(config.events, expected) if config.events else None
-        self.router = _router_of(config, self._recorder, self._publisher)
+        self.router = _router_of(config, self._recorder)
         model = find_model(config.engine.model or None)
         self.tracing = Tracing() if config.serve.tracing else None
         self.metrics = ServerMetrics()
@@ -150,8 +148,6 @@ class Service:
             link.close()
         self.router.pairs.close()
         self._listener.close()
-        if self._publisher is not None:
-            self._publisher.close()
         if self._recorder is not None:
             self._recorder.close()
         if self.tracing is not None:
@@ -206,15 +202,11 @@ class Service:
         return bool(self.router.answering)
 
 
-def _router_of(
-    config: Config, recorder: Recorder | None, publisher: EventPublisher | None
-) -> Router:
+def _router_of(config: Config, recorder: Recorder | None) -> Router:
     assert config.serve is not None
     waits = config.serve.when_paused == "wait"
     pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
-    return Router(
-        config.routing, RequestGate(pauses), recorder, publisher=publisher, salt=config.salt
-    )
+    return Router(config.routing, RequestGate(pauses), recorder, salt=config.salt)
 
 
 @asynccontextmanager
