@@ -107,7 +107,7 @@ COMMANDS = {
     "cache": Command(
         module="cache",
         package=SERVER,
-        help="Clear or pin what a running server has cached, or tell the story of a request.",
+        help="Clear what a running server has cached, or tell the story of a request.",
         panel=RUN,
     ),
     "config": Command(

@@ -377,7 +377,6 @@ class Instance:
 
     def _note_weights(self, version: str) -> None:
         self._spec = _with_weights(self._spec, version)
-        self._orders.weights_changed()
 
     def _take_handoff(
         self, message: ms.ComputeLocally | ms.ChangePrefill | ms.OpenPair | ms.ClosePair

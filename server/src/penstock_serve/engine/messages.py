@@ -13,7 +13,6 @@
 | `Pause`                        | `AskAnswer` with an `OrderResult`, when it is done           |
 | `CheckWeights` `LoadWeights`   | the same                                                     |
 | `Sleep` `Wake` `ResizeTiers`   | the same                                                     |
-| `PinPrefix`                    | the same                                                     |
 | `Resume`                       |                                                              |
 |                                | `Leaving` after a stop signal                                |
 
@@ -216,17 +215,6 @@ class ResizeTiers(InstanceMessage, frozen=True, kw_only=True):
     """How long blocks in use may take to leave."""
 
 
-class PinPrefix(InstanceMessage, frozen=True, kw_only=True):
-    """Keeps the blocks of a prefix from leaving for some time, or lets them leave again."""
-
-    id: int
-    name: str
-    prompt: list[int]
-    """Empty: what was pinned under this name may leave."""
-    tenant: str = ""
-    seconds: float = 0.0
-
-
 class OrderResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to an order, as JSON in `AskAnswer`."""
 
@@ -234,10 +222,6 @@ class OrderResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was not carried out; empty if it was."""
     digest: str = ""
     """Of the files of a checkpoint."""
-    blocks: int = 0
-    """That were pinned, or are not any more."""
-    present: int = 0
-    """How many of them are cached now."""
 
 
 class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
@@ -335,7 +319,7 @@ class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
     json: bytes
 
 
-Order = Pause | CheckWeights | LoadWeights | Sleep | Wake | ResizeTiers | PinPrefix
+Order = Pause | CheckWeights | LoadWeights | Sleep | Wake | ResizeTiers
 """What an instance carries out and answers."""
 ToInstance = (
     Submit

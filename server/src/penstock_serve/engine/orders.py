@@ -1,4 +1,4 @@
-"""An operator's orders to one instance: pause, other weights, sleep, sizes of tiers, pins.
+"""An operator's orders to one instance: pause, other weights, sleep, sizes of tiers.
 
 Every order but `Resume` is answered with an `OrderResult`, when it was carried out or could not be.
 Some wait for requests or copies to end; `step` carries them out then, or answers after a timeout
@@ -16,7 +16,6 @@ import msgspec
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.named_pins import NamedPins
 from penstock_serve.engine.weights import WeightsNotLoaded, check_weights
 
 if TYPE_CHECKING:
@@ -52,15 +51,13 @@ class Orders:
         self._architecture = architecture
         self._send = send
         self._on_weights = on_weights
-        self._pins = NamedPins(engine.cache)
         self._waiting: list[tuple[WaitingOrder, float]] = []
         """Orders that wait for requests or copies to end, with their deadlines."""
 
     @property
     def next_deadline(self) -> float:
         """When `step` is due, whatever else happens."""
-        waiting = min((deadline for _, deadline in self._waiting), default=math.inf)
-        return min(waiting, self._pins.next_deadline)
+        return min((deadline for _, deadline in self._waiting), default=math.inf)
 
     def take(self, order: ms.Order | ms.Resume) -> None:
         """Begins to carry out an order; those that wait are answered by a later `step`.
@@ -79,17 +76,14 @@ class Orders:
                 self._waiting.append((order, time.monotonic() + order.timeout_s))
             case ms.ResizeTiers():
                 self._resize(order)
-            case ms.PinPrefix():
-                self._pin(order)
             case _:
                 self._answer(order.id, *self._carried_out(order))
 
     def step(self) -> None:
-        """Carries out orders that wait no longer, and ends pins whose time is over."""
-        if self.next_deadline == math.inf and not self._waiting:
+        """Carries out orders that wait no longer."""
+        if not self._waiting:
             return
         now = time.monotonic()
-        self._pins.expire(now)
         for order, deadline in [*self._waiting]:
             obstacle, refused = self._obstacle(order)
             if obstacle and not refused and now < deadline:
@@ -152,26 +146,6 @@ class Orders:
             return str(error)
         logger.info("asleep: host=%s weights=%s", order.host, order.weights)
         return ""
-
-    def weights_changed(self) -> None:
-        """What is pinned belongs to weights that are gone."""
-        self._pins.end_all()
-
-    def _pin(self, order: ms.PinPrefix) -> None:
-        if order.prompt:
-            found = self._pins.pin(
-                order.name,
-                order.prompt,
-                tenant=order.tenant,
-                seconds=order.seconds,
-                now=time.monotonic(),
-            )
-        else:
-            found = self._pins.unpin(order.name)
-        self._send_result(
-            order.id,
-            ms.OrderResult(problem=found.problem, blocks=found.blocks, present=found.present),
-        )
 
     def _resize(self, order: ms.ResizeTiers) -> None:
         try:

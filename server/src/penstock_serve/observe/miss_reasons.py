@@ -27,7 +27,7 @@ MISS_ADVICE = {
     ),
     MissReason.EVICTED: MissAdvice(
         "it made room for others",
-        "Give a tier more room, add one below it, or pin what must stay.",
+        "Give a tier more room, or add one below it.",
     ),
     MissReason.REFUSED: MissAdvice(
         "a full tier did not take it, as what lies there was used more",

@@ -17,7 +17,6 @@ from penstock_serve.server.fields import (
     whole,
     word,
 )
-from penstock_serve.server.openai_requests import read_messages, read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 TIMEOUT_S_MAX = 86_400.0
 GIB_MAX = 1 << 20
 VERSION_BYTES_MAX = 128
-PIN_S_MAX = 30 * 86_400.0
-PIN_NAME_CHARACTERS_MAX = 64
 ROLES = ("both", "prefill", "decode")
 
 
@@ -161,59 +158,6 @@ def read_weights(body: bytes) -> WeightsRequest:
     if not found.version and not found.path:
         raise BadRequest("version is missing, must be a string", param="version")
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinRequest:
-    """A prefix whose blocks are to stay."""
-
-    name: str
-    prompt: str | list[int] | None = None
-    messages: tuple[dict[str, str], ...] = ()
-    seconds: float = 3600.0
-
-
-def read_pin(body: bytes) -> PinRequest:
-    """The body of `POST /admin/pin`: a name, a prompt or messages, and for how long.
-
-    Raises `BadRequest`: a field is wrong, or missing.
-    """
-    found = _read(
-        body,
-        {
-            "name": _pin_name,
-            "prompt": read_prompt,
-            "messages": read_messages,
-            "seconds": number(1, PIN_S_MAX),
-        },
-    )
-    _require_name(found)
-    if ("prompt" in found) == ("messages" in found):
-        raise BadRequest("prompt is missing, must be there, or else messages", param="prompt")
-    return PinRequest(**found)
-
-
-def read_unpin(body: bytes) -> str:
-    """The body of `POST /admin/unpin`: `{"name": NAME}`.
-
-    Raises `BadRequest`: it has no name.
-    """
-    found = _read(body, {"name": _pin_name})
-    _require_name(found)
-    name: str = found["name"]
-    return name
-
-
-def _require_name(found: Mapping[str, Any]) -> None:
-    if "name" not in found:
-        raise BadRequest("name is missing, must be what the pin is called", param="name")
-
-
-def _pin_name(name: str, value: object) -> str:
-    given = word(name, value)
-    if not 1 <= len(given) <= PIN_NAME_CHARACTERS_MAX or not given.isprintable():
-        refuse(name, value, f"from 1 to {PIN_NAME_CHARACTERS_MAX} printable characters")
-    return given
 
 
 def _read(body: bytes, known: Mapping[str, Read]) -> dict[str, Any]:

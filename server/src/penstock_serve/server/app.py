@@ -18,7 +18,6 @@
 | `POST /admin/wake`            | and taken again                                               |
 | `POST /admin/tiers`           | changes the size of tiers                                     |
 | `POST /admin/reset`           | clears all caches                                             |
-| `POST /admin/pin`, `/unpin`   | blocks of a prefix stay for some time, or may leave again     |
 | `POST /admin/weights`         | other weights: KV of the old ones is not used any more        |
 | `POST /admin/role`            | an instance gets another role                                 |
 | `POST /admin/audit`           | every instance checks the invariants of its cache             |
@@ -46,11 +45,9 @@ from penstock_serve.server import errors
 from penstock_serve.server.admin_requests import (
     read_empty,
     read_pause,
-    read_pin,
     read_role,
     read_sleep,
     read_tiers,
-    read_unpin,
     read_weights,
 )
 from penstock_serve.server.control import Control
@@ -148,8 +145,6 @@ class Server:
             Route("/admin/wake", self.wake, methods=["POST"]),
             Route("/admin/tiers", self.tiers, methods=["POST"]),
             Route("/admin/reset", self.reset, methods=["POST"]),
-            Route("/admin/pin", self.pin, methods=["POST"]),
-            Route("/admin/unpin", self.unpin, methods=["POST"]),
             Route("/admin/weights", self.weights, methods=["POST"]),
             Route("/admin/role", self.role, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
@@ -278,24 +273,6 @@ class Server:
         """`POST /admin/reset`."""
         self._guard.require_admin(http)
         return JSONResponse({"reset": self._router.reset("an operator asked for it")})
-
-    async def pin(self, http: HttpRequest) -> Response:
-        """`POST /admin/pin` with `{"name": "…", "prompt": "…", "seconds": …}`, or `messages`."""
-        self._guard.require_admin(http)
-        wanted = read_pin(await self._body(http))
-        tokens = await self._asking.prefix_tokens(wanted.prompt, wanted.messages)
-        if tokens is None:
-            return errors.unavailable("no instance is ready")
-        return _result(
-            await self._control.pin(
-                wanted.name, tokens, tenant=_tenant(http), seconds=wanted.seconds
-            )
-        )
-
-    async def unpin(self, http: HttpRequest) -> Response:
-        """`POST /admin/unpin` with `{"name": "…"}`."""
-        self._guard.require_admin(http)
-        return _result(await self._control.unpin(read_unpin(await self._body(http))))
 
     async def weights(self, http: HttpRequest) -> Response:
         """`POST /admin/weights` with `{"path": "…", "version": "…"}`, or the version alone."""

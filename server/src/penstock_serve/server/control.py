@@ -1,4 +1,4 @@
-"""What an operator does to instances: pause, weights, sleep, sizes of tiers, roles, pins.
+"""What an operator does to instances: pause, weights, sleep, sizes of tiers, roles.
 
     result = await control.pause(DrainRequest(mode="drain", timeout_s=30))
     result.failed                   # {} or why, by the name of the instance
@@ -86,14 +86,6 @@ class WantedWeights(NamedTuple):
     digest: str
 
 
-class WantedPin(NamedTuple):
-    """A prefix that all instances keep until `deadline`, on the clock of the loop."""
-
-    tokens: list[int]
-    tenant: str
-    deadline: float
-
-
 class Control:
     """The wanted state of all instances."""
 
@@ -107,8 +99,6 @@ class Control:
         """How all instances sleep, if they do."""
         self._sizes: dict[str, dict[str, int | float]] = {}
         """The sizes of tiers that were changed."""
-        self._pins: dict[str, WantedPin] = {}
-        """By name; an instance that was away gets them again."""
         self._loads: set[asyncio.Task[None]] = set()
         router.on_ready = self._catch_up
 
@@ -222,46 +212,6 @@ class Control:
             order = partial(ms.ResizeTiers, sizes=sizes, timeout_s=RESIZE_S)
             done, failed = await self._order_all(order, RESIZE_S + SETTLE_S)
             return self._result(done, failed, tiers=sizes)
-
-    async def pin(
-        self, name: str, tokens: list[int], *, tenant: str, seconds: float
-    ) -> ControlResult:
-        """Keeps the blocks of a prefix from leaving, in all instances, for some seconds.
-
-        Raises `BadRequest`: another operation did not end in time, or the server is asleep.
-        """
-        async with self._alone(SETTLE_S):
-            self._require_awake()
-            order = partial(ms.PinPrefix, name=name, prompt=tokens, tenant=tenant, seconds=seconds)
-            result = await self._order_pin(name, order)
-            if result.done:
-                now = asyncio.get_running_loop().time()
-                self._pins = {
-                    each: pin for each, pin in self._pins.items() if pin.deadline > now
-                } | {name: WantedPin(tokens, tenant, now + seconds)}
-            return result
-
-    async def unpin(self, name: str) -> ControlResult:
-        """Lets the blocks of a prefix leave again.
-
-        Raises `BadRequest`: another operation did not end in time.
-        """
-        async with self._alone(SETTLE_S):
-            self._pins.pop(name, None)
-            return await self._order_pin(name, partial(ms.PinPrefix, name=name, prompt=[]))
-
-    async def _order_pin(self, name: str, order: Callable[..., ms.PinPrefix]) -> ControlResult:
-        links = self._router.ready
-        results = await asyncio.gather(*(_carried_out(link, order, SETTLE_S) for link in links))
-        found = {link.name: each for link, each in zip(links, results, strict=True)}
-        done = {each: result for each, result in found.items() if not result.problem}
-        return self._result(
-            list(done),
-            {each: result.problem for each, result in found.items() if result.problem},
-            name=name,
-            blocks={each: result.blocks for each, result in done.items()},
-            cached={each: result.present for each, result in done.items()},
-        )
 
     async def rename_weights(self, version: str) -> list[str]:
         """The weights were changed by other means: nothing that is cached is found any more.
@@ -399,18 +349,6 @@ class Control:
             link.send(ms.Pause(id=0))
         if self._sizes:
             link.send(ms.ResizeTiers(id=0, sizes=self._sizes))
-        now = asyncio.get_running_loop().time()
-        for name, pin in self._pins.items():
-            if pin.deadline > now and self._slept is None:
-                link.send(
-                    ms.PinPrefix(
-                        id=0,
-                        name=name,
-                        prompt=pin.tokens,
-                        tenant=pin.tenant,
-                        seconds=pin.deadline - now,
-                    )
-                )
         if self._is_outdated(link):
             self._start_load(link)
         elif self._slept is not None:

@@ -119,26 +119,6 @@ class TextEndpoint:
         _require_length(tokens, longest=longest, param="messages")
         return self._answer(request, [tokens], [None], tenant=tenant, chat=True)
 
-    async def prefix_tokens(
-        self, prompt: str | list[int] | None, messages: Sequence[Mapping[str, str]]
-    ) -> list[int] | None:
-        """The tokens of a prompt, or of messages; `None` if no instance is ready.
-
-        Raises `BadRequest`: they are none, or too many.
-        """
-        if not self._router.answering:
-            return None
-        longest = self._facts.positions - 1
-        param = "messages" if prompt is None else "prompt"
-        if prompt is None:
-            tokens = await self._encoder.encode_chat(messages, longest=longest)
-        elif isinstance(prompt, str):
-            tokens = await self._encoder.encode(prompt, longest=longest, param=param)
-        else:
-            tokens = prompt
-        _require_length(tokens, longest=longest, param=param)
-        return tokens
-
     def require_model(self, name: str | None) -> None:
         """Refuses a request for another model."""
         if name not in {None, self._model}:
