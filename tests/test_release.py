@@ -28,6 +28,7 @@ from penstock.doctor import checks
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SERVER = tomllib.loads((ROOT / "server" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OWN = {"dev", "all", "docs"}
 """Extras for people who change Penstock, and the sum of the others."""
@@ -57,7 +58,7 @@ FOUND_BY_NAME = {
 }
 """Packages that are imported by a name in a string, or lie within the name of another one."""
 
-SHIPPED = ("src", "docs", "examples", "deploy")
+SHIPPED = ("src", "server", "docs", "examples", "deploy")
 """Folders with texts that users read."""
 
 LIMIT_S = 600.0
@@ -70,22 +71,25 @@ def name_of(requirement: str) -> str:
     return re.split(r"[\[<>=~! ]", requirement, maxsplit=1)[0]
 
 
-def declared() -> set[str]:
-    extras = [each for name, extra in EXTRAS.items() if name not in OWN for each in extra]
-    return {name_of(each) for each in [*PROJECT["dependencies"], *extras]} - {"penstock"}
+def declared(project: dict[str, Any]) -> set[str]:
+    """What a wheel depends on, with its extras; the server has what the library always has."""
+    extras = project["optional-dependencies"]
+    optional = [each for name, extra in extras.items() if name not in OWN for each in extra]
+    always = [*PROJECT["dependencies"], *project["dependencies"]]
+    return {name_of(each) for each in [*always, *optional]} - {"penstock"}
 
 
 @cache
-def imported() -> frozenset[str]:
-    """The distributions that the package imports, anywhere."""
+def imported(package: Path) -> frozenset[str]:
+    """The distributions that a package imports, anywhere."""
     modules: set[str] = set()
-    for path in (ROOT / "src" / "penstock").rglob("*.py"):
+    for path in package.rglob("*.py"):
         for node in statements_of(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 modules.add(node.module)
-    tops = {module.partition(".")[0] for module in modules} - {"penstock"}
+    tops = {module.partition(".")[0] for module in modules} - {"penstock", "penstock_serve"}
     return frozenset(
         IMPORTED_AS.get(top, top) for top in tops if top not in sys.stdlib_module_names
     )
@@ -96,12 +100,27 @@ def pinned() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def test_what_is_imported_is_installed_by_an_extra() -> None:
-    assert imported() - declared() <= NOT_OURS.keys()
+WHEELS = {
+    "penstock": (PROJECT, ROOT / "src" / "penstock"),
+    "penstock-serve": (SERVER, ROOT / "server" / "src" / "penstock_serve"),
+}
 
 
-def test_what_an_extra_installs_is_imported() -> None:
-    assert declared() - imported() <= FOUND_BY_NAME
+@pytest.mark.parametrize("name", WHEELS)
+def test_what_is_imported_is_installed_by_an_extra(name: str) -> None:
+    project, package = WHEELS[name]
+
+    # Every wheel of the two commands has typer, from the extra that the server asks for.
+    wanted = declared(project) | set(map(name_of, EXTRAS["cli"]))
+    assert imported(package) - wanted <= NOT_OURS.keys()
+
+
+@pytest.mark.parametrize("name", WHEELS)
+def test_what_an_extra_installs_is_imported(name: str) -> None:
+    project, package = WHEELS[name]
+
+    own = declared(project) - (set() if project is PROJECT else declared(PROJECT) - {"torch"})
+    assert own - imported(package) <= FOUND_BY_NAME
 
 
 def test_the_extra_with_everything_has_every_extra() -> None:
@@ -112,7 +131,9 @@ def test_the_extra_with_everything_has_every_extra() -> None:
 
 
 def test_what_the_tests_use_is_pinned() -> None:
-    wanted = {name_of(each) for each in [*PROJECT["dependencies"], *EXTRAS["dev"]]}
+    extras = [each for extra in SERVER["optional-dependencies"].values() for each in extra]
+    asked = [*PROJECT["dependencies"], *EXTRAS["dev"], *SERVER["dependencies"], *extras]
+    wanted = {name_of(each) for each in asked}
 
     assert wanted - {"penstock"} <= pinned().keys()
 
@@ -124,6 +145,8 @@ def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out.strip()
 
     assert PROJECT["version"] == penstock.__version__ == cited["version"]
+    assert SERVER["version"] == PROJECT["version"]
+    assert f"penstock[cli]=={PROJECT['version']}" in SERVER["dependencies"]
     assert printed == f"penstock {PROJECT['version']}"
 
 
@@ -211,23 +234,37 @@ def test_issue_forms_can_be_read() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Path:
+def wheels() -> dict[str, Path]:
+    """Those of the library and of the server, by their names."""
     made = subprocess.run(
         ["make", "dist"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert made.returncode == 0, made.stdout + made.stderr
-    (found,) = (ROOT / "build" / "dist").glob("*.whl")
+    found = {path.name.partition("-")[0]: path for path in (ROOT / "build" / "dist").glob("*.whl")}
+    assert found.keys() == {"penstock", "penstock_serve"}
     return found
 
 
+@pytest.fixture(scope="module")
+def wheel(wheels: dict[str, Path]) -> Path:
+    return wheels["penstock"]
+
+
 @pytest.mark.long
-def test_the_wheel_has_the_package_its_types_and_its_traces(wheel: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "source"), [("penstock", "src"), ("penstock_serve", "server/src")]
+)
+def test_a_wheel_has_its_package_with_types_and_data_and_no_other(
+    wheels: dict[str, Path], name: str, source: str
+) -> None:
+    wheel = wheels[name]
     names = zipfile.ZipFile(wheel).namelist()
-    package = (ROOT / "src" / "penstock").rglob("*")
+    package = (ROOT / source / name).rglob("*")
     files = {path for path in package if path.is_file() and path.parent.name != "__pycache__"}
 
-    assert {str(path.relative_to(ROOT / "src")) for path in files} <= set(names)
-    assert "penstock/py.typed" in names
+    assert {str(path.relative_to(ROOT / source)) for path in files} <= set(names)
+    assert f"{name}/py.typed" in names
+    assert {each.partition("/")[0].partition("-")[0] for each in names} == {name}
     assert not [name for name in names if name.startswith(("lab/", "tests/", "docs/"))]
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert wheel.stat().st_size < WHEEL_BYTES_MAX
@@ -267,6 +304,12 @@ def test_what_is_installed_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) 
     assert penstock_says("--version") == f"penstock {PROJECT_VERSION}\n"
     assert json.loads(penstock_says("doctor", "--json", "-"))["penstock"] == PROJECT_VERSION
     assert "conversation" in penstock_says("replay", "--help")
+    alone = [python, "-P", "-m", "penstock", "serve"]
+    served = subprocess.run(
+        alone, cwd=empty, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert served.returncode == 3
+    assert served.stderr.startswith("penstock: serve is part of penstock-serve: pip install ")
     assert not list(empty.iterdir())
 
 
