@@ -222,7 +222,7 @@ def test_a_host_tier_that_slept_is_empty_and_usable() -> None:
 
 def test_a_cache_with_open_leases_does_not_sleep() -> None:
     with opened() as cache, cache.acquire([1, 2, 3]):
-        with pytest.raises(ValueError, match="1 leases are open and 0 copies are under way"):
+        with pytest.raises(ValueError, match="1 lease open and 0 copies under way"):
             cache.sleep()
         assert not cache.asleep
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.settings import HUB
 from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED, SHARED_KINDS
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.extensions import OTHER_TIERS
 from penstock.store.disk_format import ROW_BYTES, SEGMENT_BYTES, Geometry
 from penstock.store.messages import BLOCKS_MAX as JOB_BLOCKS_MAX
@@ -171,7 +171,7 @@ def _stored_bytes(order: _Order, size: int, config: Config) -> int:
         raise ConfigError(
             f"{order.place}.gib",
             f"is {order.kind.gib}, must be at least {sizes.least / GIB:.6g} for blocks of "
-            f"{block_bytes} bytes on {parts} ranks",
+            f"{block_bytes} bytes on {counted(parts, 'rank')}",
         )
     return sizes.block
 

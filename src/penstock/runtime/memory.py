@@ -23,7 +23,7 @@ import reprlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.settings import DEVICE, HUB
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.machine.events import EmptyDevice, ResizeTier
 from penstock.machine.faults import SLOTS_MAX
 from penstock.runtime.copy_executor import NOT_GIVEN_BACK
@@ -244,7 +244,8 @@ class CacheMemory:
         leases = len(machine.open_requests())
         if leases or machine.operations:
             raise ValueError(
-                f"{leases} leases are open and {len(machine.operations)} copies are under way, "
+                f"{counted(leases, 'lease')} open and "
+                f"{counted(len(machine.operations), 'copy', 'copies')} under way, "
                 "must be none when the cache goes to sleep"
             )
         executor = links.executor if isinstance(links, LocalLink) else None

@@ -221,8 +221,8 @@ class Rank:
         with self._access:
             if self.executor.busy and slots is None:
                 raise ValueError(
-                    f"{self.executor.copy_count} copies are under way, must be none while a whole "
-                    "tier is given back"
+                    f"{counted(self.executor.copy_count, 'copy', 'copies')} under way, must be "
+                    "none while a whole tier is given back"
                 )
             if slots is None and not self.executor.can_give_back:
                 raise UnavailableError(NOT_GIVEN_BACK)

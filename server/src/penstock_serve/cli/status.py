@@ -19,7 +19,7 @@ import typer
 from penstock import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.config import UNIX, require_socket
-from penstock.errors import ConfigError, UnavailableError, shown
+from penstock.errors import ConfigError, UnavailableError, counted, shown
 from penstock_serve.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
 from penstock_serve.observe.live import RouterLive, ServerLive
 from penstock_serve.observe.miss_reasons import MISS_ADVICE
@@ -291,7 +291,7 @@ def _router_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _first_token_rows(live, "handed over", "decode alone")
     for each in live["servers"]:
         state = "up" if each["up"] else f"down: {each['cause']}"
-        yield each["role"], f"{each['name']} {state}, {each['load']} requests"
+        yield each["role"], f"{each['name']} {state}, {counted(each['load'], 'request')}"
 
 
 def _rate_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -344,7 +344,7 @@ def tier_texts(live: dict[str, Any]) -> dict[str, str]:
             sums.setdefault(tier["name"], Counter()).update({**numbers, "off": int(not tier["on"])})
     return {
         name: f"{n['used']:,} of {n['slots']:,} blocks, {n['held']:,} in use"
-        + (f", off in {n['off']} instances" if n["off"] else "")
+        + (f", off in {counted(n['off'], 'instance')}" if n["off"] else "")
         for name, n in sums.items()
     }
 

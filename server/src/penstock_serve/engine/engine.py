@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from penstock import ResizeStatus
-from penstock.errors import CapacityError, UnavailableError
+from penstock.errors import CapacityError, UnavailableError, counted
 from penstock_serve.engine.batch import is_decode
 from penstock_serve.engine.requests import Phase
 from penstock_serve.engine.steps import (
@@ -302,7 +302,7 @@ class Engine:
         Raises `WeightsNotLoaded` or `UnavailableError`.
         """
         if not self.settled:
-            raise WeightsNotLoaded(f"{self.unfinished} requests are under way")
+            raise WeightsNotLoaded(f"{counted(self.unfinished, 'request')} under way")
         if self.cache.asleep:
             raise WeightsNotLoaded("the engine is asleep, must be woken first")
         # Before the first tensor changes: whatever happens then, nothing old is found.
@@ -324,7 +324,7 @@ class Engine:
         lost; `ValueError`: requests or copies are under way: see `can_sleep`.
         """
         if not self.settled:
-            raise ValueError(f"{self.unfinished} requests are under way, must be none")
+            raise ValueError(f"{counted(self.unfinished, 'request')} under way, must be none")
         away = weights and not self._weights_away
         if away and self.checkpoint is None:
             raise UnavailableError("it is not known where the weights came from")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import ConfigError, UnavailableError, counted
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.weights import WeightsNotLoaded, check_weights
 
@@ -107,7 +107,10 @@ class Orders:
         """What an order still waits for, empty if for nothing; whether it waits in vain."""
         engine = self._engine
         if isinstance(order, ms.Pause):
-            return "" if engine.settled else f"{engine.unfinished} requests are under way", False
+            return (
+                "" if engine.settled else f"{counted(engine.unfinished, 'request')} under way",
+                False,
+            )
         if isinstance(order, ms.Sleep):
             return "" if engine.can_sleep else "requests or copies are under way", False
         status = engine.resize_status(order.sizes, checks=order.checks)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 
-from penstock.errors import shown
+from penstock.errors import counted, shown
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.text import TextTooLong
 from penstock_serve.observe.traffic import HANDED
@@ -306,7 +306,7 @@ class Admission:
         """Why `count` more are refused now; empty if they are not."""
         if self.running + count <= self.limit:
             return ""
-        return f"{self.running} requests are under way, at most {self.limit} may be"
+        return f"{counted(self.running, 'request')} under way, at most {self.limit} may be"
 
 
 @dataclass(frozen=True, slots=True)
