@@ -71,7 +71,7 @@ def test_somebody_is_reached_where_somebody_listens(tmp_path: Path) -> None:
 
 
 def test_the_packages_of_an_extra_are_known() -> None:
-    assert packages_of("cli") == ["typer", "rich"]
+    assert set(packages_of("cli")) == {"typer", "rich"}
     assert {"torch", "tokenizers"} <= set(packages_of("engine")), "of the other wheel"
     assert packages_of("no-such-extra") == []
 
