@@ -60,6 +60,7 @@ def test_a_request_that_waits_for_a_slow_tier_costs_next_to_nothing() -> None:
     assert found.wakings < 20 * found.seconds
 
 
+@pytest.mark.long
 def test_the_command_measures_on_the_cpu_and_writes_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
