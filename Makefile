@@ -9,7 +9,8 @@ PYTHON ?= python3
 SCENARIO ?= cache
 SEEDS ?= 20000
 # Two more than cores: a test that waits for a process leaves its core to another. A file of tests
-# stays with one of them, so that servers which its tests share are started once.
+# stays with one of them, so that servers which its tests share are started once; files come in their
+# order, or those with few and long tests would be the last.
 JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 6 ? cores + 2 : 8)))
 
 VENV := .venv
@@ -42,10 +43,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
 test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not long and not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm"
 
 test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own

@@ -24,7 +24,6 @@ from penstock.config import (
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
-    EVENTS_KEYS,
     HANDOFF_KEYS,
     MODEL_KEYS,
     ROUTING_KEYS,
@@ -526,7 +525,6 @@ def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
         HANDOFF_KEYS,
         ROUTING_KEYS,
         SERVE_KEYS,
-        EVENTS_KEYS,
         *TIER_KINDS.values(),
     )
     for keys in known:

@@ -128,7 +128,7 @@ def test_help_lists_the_commands_and_the_exit_statuses(capsys: pytest.CaptureFix
     assert "0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here" in printed
 
 
-@pytest.mark.parametrize("words", [[], ["serve"], ["cache", "pin"]], ids=" ".join)
+@pytest.mark.parametrize("words", [[], ["serve"], ["cache", "story"]], ids=" ".join)
 def test_help_names_no_type_of_an_option_without_a_value(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
