@@ -144,7 +144,7 @@ class Running:
         self._process.wait(END_S)
 
 
-@pytest.mark.long  # TODO: a prefill rank is silent for the first prompt; not understood yet.
+@pytest.mark.long
 def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
     tmp_path: Path, model: Callable[[str], Path]
 ) -> None:
@@ -179,30 +179,23 @@ def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
         routing = Running(router, tmp_path, ready=UP)
         left.callback(routing.kill)
         routing.wait_ready()
-        # On a busy machine the first step of an engine can take so long that its rank seems lost.
-        for asked in range(1, ASKED_MAX + 1):
-            answer = complete(ports["8000"], first=asked)
-            ended = ended_handoffs(ports["8200"], count=asked)
-            if ended["prompts_received"]:
-                break
+        answer = complete(ports["8000"])
+        ended = ended_handoffs(ports["8200"])
         said = "".join(each.printed for each in (routing, *servers))
         for each in (routing, *servers):
             each.end()
 
     assert len(prepare) == 2
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
-    assert ended["prompts_received"] == 1, said
+    assert ended == {"prompts_received": 1, "prompts_not_received": 0}, said
 
 
 PROMPT = [10 + (7 * each) % 1000 for each in range(300)]
 """More than two blocks of vLLM on CPUs, which have 128 tokens."""
 
 
-ASKED_MAX = 5
-
-
-def complete(port: int, *, first: int) -> dict[str, Any]:
-    asked = {"prompt": [first, *PROMPT[1:]], "max_tokens": 4, "temperature": 0}
+def complete(port: int) -> dict[str, Any]:
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(asked).encode(),
@@ -213,12 +206,12 @@ def complete(port: int, *, first: int) -> dict[str, Any]:
         return found
 
 
-def ended_handoffs(port: int, *, count: int) -> dict[str, float]:
-    """How handoffs have ended, when so many have: the page shows it a moment after the answer."""
+def ended_handoffs(port: int) -> dict[str, float]:
+    """How handoffs have ended, when one has: the page shows it a moment after the answer."""
     deadline = time.monotonic() + END_S
     while True:
         found = {name: counted(port, name) for name in ("prompts_received", "prompts_not_received")}
-        if sum(found.values()) >= count or time.monotonic() > deadline:
+        if sum(found.values()) or time.monotonic() > deadline:
             return found
 
 
