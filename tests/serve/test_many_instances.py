@@ -76,6 +76,8 @@ def test_any_prefill_instance_hands_over_to_any_decode_instance(
     assert counts["decode-0"] + counts["decode-1"] == len(prompts)
 
 
+# A pair's prefill instance is killed in `test_roles`.
+@pytest.mark.long
 def test_a_prefill_instance_that_is_killed_is_replaced_by_the_other_one(
     server: Running, fleet: Running
 ) -> None:

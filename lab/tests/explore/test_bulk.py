@@ -27,19 +27,21 @@ TWO_AT_ONCE = replace(ONE, request_count=2, room=2, berth_count=1)
 WORLDS = [
     ONE,
     replace(ONE, budget=Budget(loss=1)),
-    replace(ONE, budget=Budget(overtake=1, timer=1, withdraw=1, total=1)),
     replace(ONE, budget=Budget(duplicate=1, write=1, spoil=1, suspect=1, total=1)),
-    replace(ONE, budget=Budget(crash=1), crashing=("D0",)),
     replace(ONE, layer_count=2),
+]
+WORLDS_LONG = [
+    replace(ONE, budget=Budget(overtake=1, timer=1, withdraw=1, total=1)),
+    replace(ONE, budget=Budget(crash=1), crashing=("D0",)),
     TWO_AT_ONCE,
 ]
 REDUCED = [
     replace(ONE, budget=Budget(loss=1)),
     replace(ONE, budget=Budget(crash=1), crashing=("D0",)),
     replace(ONE, prefill_count=2, decode_count=2),
-    TWO_AT_ONCE,
 ]
 REDUCED_LONG = [
+    TWO_AT_ONCE,
     *(replace(ONE, budget=Budget(crash=1), crashing=(party,)) for party in ("D", "P", "P0")),
     replace(TWO_AT_ONCE, budget=Budget(cancel=1)),
 ]
@@ -53,7 +55,7 @@ def long(*worlds: Small) -> list[Any]:
     return [pytest.param(world, marks=pytest.mark.long) for world in worlds]
 
 
-@pytest.mark.parametrize("small", WORLDS, ids=lambda small: small.says)
+@pytest.mark.parametrize("small", [*WORLDS, *long(*WORLDS_LONG)], ids=lambda small: small.says)
 def test_without_reduction_it_visits_the_same_states_by_as_many_moves(small: Small) -> None:
     plain = explore(small.make())
     bulk = explore_in_bulk(small.make_ruled())

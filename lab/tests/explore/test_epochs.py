@@ -53,7 +53,11 @@ CHECKS = [
 
 @pytest.mark.parametrize(
     ("bulk", "reduced"),
-    [(False, False), (True, True), pytest.param(True, False, marks=pytest.mark.long)],
+    [
+        (True, True),
+        pytest.param(False, False, marks=pytest.mark.long),
+        pytest.param(True, False, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize(("plant", "world", "problem"), CHECKS)
 def test_without_one_check_of_the_epoch_the_explorer_finds_what_it_is_for(

@@ -85,7 +85,10 @@ def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> No
     [
         {"layer_count": 2},
         {"prefill_count": 2, "decode_count": 2},
-        {"prefill_count": 2, "decode_count": 2, "budget": Budget(loss=1), "berth_count": 1},
+        pytest.param(
+            {"prefill_count": 2, "decode_count": 2, "budget": Budget(loss=1), "berth_count": 1},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"request_count": 2, "budget": Budget(cancel=1), "berth_count": 1},
             marks=pytest.mark.long,
