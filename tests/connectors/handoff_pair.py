@@ -19,6 +19,7 @@ from penstock.connectors.handoff.rank import RankSides
 from penstock.connectors.handoff.requests import HandoffRequests
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
 from penstock.connectors.handoff.thread import HandoffThread
+from penstock.handoff import HandoffSettings
 from penstock.transport.waiting import wait_readable
 from penstock.vocabulary.layers import GroupKind
 from tests.connectors.conftest import TOKENS, FakePool, FakeRequest
@@ -38,6 +39,7 @@ NULL = 0
 WINDOW = 5
 """Tokens that a layer with a window reads: the last block of the prompt, and the one before."""
 SOON_S = 600.0
+SETTINGS = HandoffSettings()
 PROMPT = [100 + number for number in range(10)]
 """Two blocks and a half."""
 
@@ -54,6 +56,7 @@ class Engine:
         by_head: bool = True,
         groups: Sequence[Sequence[int]] = (range(LAYERS),),
         step_tokens: int = 64,
+        settings: HandoffSettings = SETTINGS,
     ) -> None:
         """Opens it; KV groups with these layers, of which all but the first have windows."""
         heads = HEADS // ranks
@@ -65,7 +68,8 @@ class Engine:
         """A tensor for each rank and layer."""
         described = [_described(rank, self.kv, groups, by_head=by_head) for rank in range(ranks)]
         self.ranks = [
-            RankSides(name, rank, tiers, layers) for rank, (tiers, layers) in enumerate(described)
+            RankSides(name, rank, tiers, layers, settings)
+            for rank, (tiers, layers) in enumerate(described)
         ]
         addresses = [rank.addresses for rank in self.ranks]
         self._rank_threads = [
@@ -78,6 +82,7 @@ class Engine:
             weights=weights,
             version="test 1",
             step_tokens=step_tokens,
+            settings=settings,
         )
         self._handoffs = handoffs
         self.address = handoffs.address

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.handoff import HandoffSettings, HandoffTimes
 from tests.connectors.conftest import TOKENS, FakeRequest
 from tests.connectors.handoff_pair import (
     NULL,
@@ -245,10 +246,11 @@ def test_a_prompt_whose_request_was_preempted_is_computed_anew_and_handed_over(
 
 
 def test_a_claim_that_ends_before_engines_have_met_gives_the_prompt_back(
-    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., Engine], decode: Engine
 ) -> None:
     # It is not released because nobody asked for it.
-    monkeypatch.setattr("penstock.connectors.handoff.scheduler.LEASE_S", 100 * SOON_S)
+    times = HandoffTimes(lease_s=100 * SOON_S)
+    prefill = opened("prefill", settings=HandoffSettings(times=times))
     params = prefill.prefill(asked(), [3, 1, 2])
     request = FakeRequest("answered", PROMPT, kv_transfer_params=params)
     assert prefill.pool.pinned == 3
@@ -257,6 +259,16 @@ def test_a_claim_that_ends_before_engines_have_met_gives_the_prompt_back(
     decode.requests.finish(request, completed=False)
 
     assert decode.ended().failed == {"answered"}
+    assert prefill.released()
+
+
+def test_a_prompt_that_nobody_asks_for_is_kept_as_long_as_configured(
+    opened: Callable[..., Engine],
+) -> None:
+    prefill = opened("prefill", settings=HandoffSettings(times=HandoffTimes(lease_s=0.1)))
+
+    prefill.prefill(asked(), [3, 1, 2])
+
     assert prefill.released()
 
 

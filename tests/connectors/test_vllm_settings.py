@@ -166,6 +166,22 @@ def test_groups_with_blocks_of_different_sizes_are_left_alone() -> None:
     assert engine().why_not() == ""
 
 
+def test_a_peer_is_silent_as_long_as_the_configuration_says() -> None:
+    named = read_settings({"config": f"{TOML}[handoff]\nsuspect_s = 7"}, failure_policy="recompute")
+    default = read_settings({"config": TOML}, failure_policy="recompute")
+
+    assert named.handoff.times.suspect_s == 7
+    # A first step on a CPU may hold the interpreter's lock longer than five seconds.
+    assert default.handoff.times.suspect_s == 20
+
+
+def test_times_of_handoffs_that_do_not_fit_each_other_are_refused() -> None:
+    toml = f"{TOML}[handoff]\nsuspect_s = 1\nping_s = 2"
+
+    with pytest.raises(ConfigError, match=r"handoff\.suspect_s: .* must be more than ping_s 2"):
+        read_settings({"config": toml}, failure_policy="recompute")
+
+
 def test_layers_fill_where_steps_wait_for_them() -> None:
     config = read_settings({"config": TOML}, failure_policy="recompute").config
 

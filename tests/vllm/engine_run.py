@@ -41,6 +41,8 @@ CONFIG = """
 version = 1
 model.name = "tiny"
 cache.load_tokens_min = 1
+# A peer that a busy machine keeps waiting is not taken for a lost one.
+handoff.handoff_s = 240
 [[tiers]]
 name = "host"
 kind = "host"

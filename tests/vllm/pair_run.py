@@ -19,7 +19,6 @@ from engine_run import kill_all, metrics_of, open_engine, processes, prompts_of,
 from prometheus_client import REGISTRY
 
 from penstock.connectors.handoff import scheduler
-from penstock.handoff import HandoffSettings, HandoffTimes
 from vllm import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ REMOTE_DECODE = {
 
 def main(model: str, script: dict[str, Any]) -> None:
     # A peer that a busy machine keeps waiting is not taken for a lost one. Engines are forks.
-    scheduler.ANSWER_S, scheduler.OPEN_S, scheduler.CLAIM_S = 15.0, 60.0, 240.0
-    HandoffSettings.__init__.__kwdefaults__["times"] = HandoffTimes(suspect_s=20.0)
+    scheduler.ANSWER_S, scheduler.OPEN_S = 15.0, 60.0
     pair = Pair(model, script)
     for act in script["acts"]:
         began = time.monotonic()

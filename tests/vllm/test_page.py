@@ -144,7 +144,6 @@ class Running:
         self._process.wait(END_S)
 
 
-@pytest.mark.long
 def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
     tmp_path: Path, model: Callable[[str], Path]
 ) -> None:

@@ -11,11 +11,11 @@ of sampling are:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from penstock import DType, HandoffBounds, HandoffSettings, HandoffTimes
+from penstock import DType, HandoffSettings
 from penstock.config import (
     DEVICE_NAME,
     TIER_KINDS,
@@ -201,18 +201,5 @@ def handoff_settings(config: Config, device: str) -> HandoffSettings:
 
     Raises `ConfigError`: they do not fit each other; it names the key.
     """
-    table = config.handoff or HandoffTable()
-    try:
-        return HandoffSettings(
-            times=HandoffTimes(
-                **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
-            ),
-            bounds=HandoffBounds(
-                berth_bytes=table.berth_bytes,
-                berth_count=table.berth_count or (BERTHS if device == "cpu" else BERTHS_ON_GPU),
-                landing_bytes_max=table.landing_bytes_max,
-                retired_bytes_max=table.retired_bytes_max,
-            ),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"handoff.{error.field}", error.problem) from error
+    berths = BERTHS if device == "cpu" else BERTHS_ON_GPU
+    return HandoffSettings.of_table(config.handoff or HandoffTable(), berth_count=berths)

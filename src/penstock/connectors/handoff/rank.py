@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from penstock.connectors.base.engine import HandedLayer
     from penstock.connectors.handoff.messages import AnyMessage, PairCard
-    from penstock.handoff import HandoffOffer
+    from penstock.handoff import HandoffOffer, HandoffSettings
     from penstock.tiers.tensors import TensorTier
     from penstock.transport.base import Waitable
     from penstock.transport.zmq_channel import ZmqChannel
@@ -105,6 +105,7 @@ class RankSides:
         rank: int,
         tiers: Sequence[TensorTier],
         layers: Mapping[int, HandedLayer],
+        settings: HandoffSettings,
     ) -> None:
         """Listens from now on.
 
@@ -114,6 +115,7 @@ class RankSides:
         self._rank = rank
         self._tiers = tuple(tiers)
         self._layers = dict(layers)
+        self._settings = settings
         self._door = Listener(f"{engine}/{rank}", settings=WITHIN_ENGINE)
         self._listener = SharedListener(engine, [IPC])
         self._scheduler: ZmqChannel | None = None
@@ -285,7 +287,13 @@ class RankSides:
             with ExitStack() as undo:
                 sides: list[RankSide] = []
                 for number, tier in enumerate(self._tiers, first):
-                    side = open_side(pair.to_pair(), kv=tier, rank=number, listener=self._listener)
+                    side = open_side(
+                        pair.to_pair(),
+                        kv=tier,
+                        rank=number,
+                        settings=self._settings,
+                        listener=self._listener,
+                    )
                     undo.callback(side.close)
                     sides.append(side)
                 undo.pop_all()

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from penstock.connectors.handoff.messages import AnyMessage
     from penstock.connectors.handoff.rank import RankAddresses
-    from penstock.handoff import HandoffResult
+    from penstock.handoff import HandoffResult, HandoffSettings
     from penstock.transport.base import Waitable
     from penstock.transport.zmq_channel import ZmqChannel
 
@@ -71,10 +71,6 @@ OPEN_S = 10.0
 """How long a pair may take to open; then its claims fail, and their prompts are computed."""
 ANSWER_S = 3.0
 """An engine that does not answer within this time is not there."""
-LEASE_S = 120.0
-"""How long the blocks of a prompt are kept for a decode engine that has not asked for it."""
-CLAIM_S = 60.0
-"""A claim fails after this long: the decode engine computes the prompt."""
 WANTS_MAX = 4096
 """Prompts that are wanted and not known yet, and those that were dropped and may be wanted."""
 
@@ -177,11 +173,13 @@ class SchedulerHandoffs:
         weights: str,
         version: str,
         step_tokens: int,
+        settings: HandoffSettings,
     ) -> None:
         """Listens for other engines from now on.
 
         Raises `UnavailableError`: a rank does not answer.
         """
+        self._settings = settings
         self.events: deque[HandoffEvent] = deque()
         """What has ended; another thread may take from its left end."""
         with ExitStack() as undo:
@@ -244,7 +242,7 @@ class SchedulerHandoffs:
         if given is None:
             return
         given.first_token = token
-        given.deadline = _soon(LEASE_S)
+        given.deadline = _soon(self._settings.times.lease_s)
         if given.peer is not None and isinstance(given.peer.door, PrefillHandoff):
             given.peer.door.first_token(handoff, token)
 
@@ -465,7 +463,12 @@ class SchedulerHandoffs:
         assert peer.pair is not None
         open_side = open_decode if peer.prefills else open_prefill
         try:
-            peer.door = open_side(peer.pair.to_pair(), timeout_s=OPEN_S, listener=self._listener)
+            peer.door = open_side(
+                peer.pair.to_pair(),
+                settings=self._settings,
+                timeout_s=OPEN_S,
+                listener=self._listener,
+            )
         except (PenstockError, ValueError) as error:
             self._refuse(peer, str(error))
             return
@@ -543,7 +546,7 @@ class SchedulerHandoffs:
                 slots=[()] * groups * ranks,
                 first_blocks=[*prompt.first_blocks] * ranks,
                 origin=prompt.origin,
-                timeout_s=LEASE_S,
+                timeout_s=self._settings.times.lease_s,
             )
         except (UnavailableError, CapacityError, ValueError) as error:
             self._withhold(peer, prompt.handoff, str(error))
@@ -578,7 +581,7 @@ class SchedulerHandoffs:
                 claim.tokens,
                 slots=[*claim.slots] * len(self._ranks),
                 origin=claim.origin,
-                timeout_s=CLAIM_S,
+                timeout_s=self._settings.times.handoff_s,
                 part_tokens=peer.pair.prefill.step_tokens,
             )
         except (UnavailableError, CapacityError, ValueError) as error:

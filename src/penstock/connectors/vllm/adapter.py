@@ -253,6 +253,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights=config.model.weights_version,
             version=f"vllm {found_version()}",
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            settings=self._settings.handoff,
         )
         self._handoffs = HandoffRequests(
             HandoffThread(self._engine.name, handoffs),
@@ -469,7 +470,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._handed_tiers:
             name = self._engine.name
             layers = handed_layers(self._tier.layout)
-            handoffs = RankSides(name, self._engine.rank, self._handed_tiers, layers)
+            handoffs = RankSides(
+                name, self._engine.rank, self._handed_tiers, layers, self._settings.handoff
+            )
             self._facts.handoff = handoffs.addresses
             self._rank_handoffs = handoffs
             self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)

@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config import load_config, parse_config
+from penstock.config import HandoffTable, load_config, parse_config
 from penstock.errors import ConfigError
+from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,8 @@ class ConnectorSettings:
     """The settings of the connector."""
 
     config: Config
+    handoff: HandoffSettings
+    """Times and bounds of handoffs."""
     layerwise: bool = False
     prefills: bool = False
     """Whether it computes prompts for other engines."""
@@ -80,11 +83,15 @@ def read_settings(
         )
     asks_any_version(extra)
     both = _flag(extra, "handoff") and role == ROLE
+    config = _config(extra)
     return ConnectorSettings(
-        config=_config(extra),
+        config=config,
         layerwise=_flag(extra, "layerwise"),
         prefills=both or role == PRODUCER,
         decodes=both or role == CONSUMER,
+        handoff=HandoffSettings.of_table(
+            config.handoff or HandoffTable(), berth_count=HandoffBounds().berth_count
+        ),
     )
 
 

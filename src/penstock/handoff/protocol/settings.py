@@ -15,6 +15,8 @@ from penstock.vocabulary.arguments import as_int, as_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.config import HandoffTable
+
 RESEND_GROWTH_MIN = 8
 """A resend must be able to wait this many times longer than the first: peers may be slow."""
 
@@ -138,3 +140,24 @@ class HandoffSettings:
             found = getattr(self, name)
             if not isinstance(found, kind):
                 raise ConfigError(name, f"is a {type(found).__name__}, must be {kind.__name__}")
+
+    @classmethod
+    def of_table(cls, table: HandoffTable, *, berth_count: int) -> HandoffSettings:
+        """Those of a `[handoff]` table; `berth_count` holds where the table leaves it open.
+
+        Raises `ConfigError`: they do not fit each other; it names the key.
+        """
+        try:
+            return cls(
+                times=HandoffTimes(
+                    **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
+                ),
+                bounds=HandoffBounds(
+                    berth_bytes=table.berth_bytes,
+                    berth_count=table.berth_count or berth_count,
+                    landing_bytes_max=table.landing_bytes_max,
+                    retired_bytes_max=table.retired_bytes_max,
+                ),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"handoff.{error.field}", error.problem) from error
