@@ -66,8 +66,8 @@ check: $(READY) ## lint, check the format, the types and the layers
 bench: $(READY) ## measure the index; the result is build/bench-index.json
 	@$(BIN)/lab bench index --json build/bench-index.json
 
-bench-interference: $(READY) ## what copies cost an engine's steps, by who drives them (no GPU)
-	@$(BIN)/lab bench interference --device cpu --json build/bench-interference-cpu.json
+bench-interference: $(READY) ## what a host tier costs the thread of an engine
+	@$(BIN)/lab bench interference --json build/bench-interference-cpu.json
 
 bench-vllm: $(READY) $(VLLM_READY) ## vLLM with and without connectors
 	@$(BIN)/lab bench vllm --peer-python $(VLLM)/bin/python --json build/bench-vllm.json

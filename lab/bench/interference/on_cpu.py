@@ -1,4 +1,4 @@
-"""The measurement on a machine without a GPU: the engine's own thread, and an idle engine."""
+"""The whole measurement: the engine's own thread, and an idle engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from lab.bench.interference.engine_time import EngineShape
     from lab.bench.report import BenchReport
+
+ROUNDS = 7
+IDLE_SECONDS = 10.0
 
 
 def run_on_cpu(

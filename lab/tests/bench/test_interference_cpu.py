@@ -1,4 +1,4 @@
-"""The measurement without a GPU, and the command, for real and small."""
+"""The measurement, and the command, for real and small."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 from lab.bench.interference import on_cpu
 from lab.bench.interference.engine_time import EngineShape, SmallEngine
 from lab.bench.interference.idle_time import measure_idle
-from lab.bench.interference.second_process_link import SecondProcess
 from lab.bench.report import BenchReport, Document
 from lab.cli.app import run
-from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +70,7 @@ def test_the_command_measures_on_the_cpu_and_writes_its_report(
 
     monkeypatch.setattr(on_cpu, "run_engine_time", small)
     path = tmp_path / "report.json"
-    options = ["--device", "cpu", "--rounds", "3", "--idle-seconds", "0.2"]
+    options = ["--rounds", "3", "--idle-seconds", "0.2"]
 
     status = run(["bench", "interference", *options, "--json", str(path)])
 
@@ -86,31 +84,3 @@ def test_the_command_measures_on_the_cpu_and_writes_its_report(
     assert ratio["name"] == "idle engine: CPU seconds in 0.2 s beside one waiting request"
     assert ratio["target"] == pytest.approx(0.004)
     assert "engine thread" in capsys.readouterr().out
-
-
-def test_loops_that_there_are_not_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    status = run(["bench", "interference", "--only", "tiny"])
-
-    assert status == 2
-    assert "must be of eager, graph, small" in capsys.readouterr().err
-
-
-def test_without_a_gpu_the_command_ends_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    status = run(["bench", "interference"])
-
-    assert status == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lab: bench interference needs a CUDA device")
-
-
-def test_a_second_process_that_dies_is_told_with_its_last_words() -> None:
-    with (
-        SecondProcess(["not-hexadecimal"], module="lab.bench.interference.slow_rank") as other,
-        pytest.raises(UnavailableError, match="the second process died: "),
-    ):
-        other.wait_until_ready()
