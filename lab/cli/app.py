@@ -29,12 +29,6 @@ LAB = CommandLine(
             help="Visit every state of small handoff worlds.",
             panel=PROVE,
         ),
-        "demo": Command(
-            module="demo",
-            function="show_cache_demo",
-            help="Run a toy engine over three tiers, and compare every byte.",
-            panel=PROVE,
-        ),
         "bench": Command(
             module="bench",
             help="Measure Penstock beside peers and other designs in the same run.",
