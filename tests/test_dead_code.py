@@ -49,6 +49,7 @@ CALLED_FROM_ELSEWHERE = {
     "vocabulary/checksums.py:cell_seed": _DEFINITION,
     "vocabulary/checksums.py:cell_sum": _DEFINITION,
     "vocabulary/keys.py:from_anchor": _AUTHORS,
+    "vocabulary/layout.py:block_extents": _AUTHORS,
     "vocabulary/narrowing.py:cell_positions": _AUTHORS,
 }
 
