@@ -34,6 +34,12 @@ LAB = CommandLine(
             help="Measure Penstock beside peers and other designs in the same run.",
             panel=MEASURE,
         ),
+        "walks": Command(
+            module="walks",
+            function="walk",
+            help="Count files and calls that a block, a layer and a chat pass.",
+            panel=MEASURE,
+        ),
     },
 )
 
