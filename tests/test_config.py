@@ -216,6 +216,20 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
         (HEAD + "[serve]\nprt = 80" + DEVICE, "serve.prt: unknown; did you mean port?"),
         (HEAD + "[handoff]\nlease = 1", "handoff.lease: unknown; did you mean lease_s?"),
         (
+            HEAD + '[engine]\nranks_at = "tcp://10.0.0.1:7300"' + DEVICE,
+            "engine.ranks_at: is 'tcp://10.0.0.1:7300', must be left out: all ranks of an instance "
+            "are on one machine, and each machine has instances of its own",
+        ),
+        (
+            HEAD + "[engine]\nranks_here = '0'" + DEVICE,
+            "engine.ranks_here: is '0', must be left out: all ranks of an instance are on one "
+            "machine, and each machine has instances of its own",
+        ),
+        (
+            HEAD + "[engine]\nrole = 'rank'" + DEVICE,
+            "engine.role: is 'rank', must be one of both, prefill, decode, router",
+        ),
+        (
             HEAD + "[handoff]\ntransport = 1",
             "handoff.transport: is 1, must be one of auto, shared_memory, nixl",
         ),

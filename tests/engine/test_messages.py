@@ -41,14 +41,13 @@ FROM_INSTANCE: list[Any] = [
     ms.AskAnswer(id=1, json=b"{}"),
 ]
 FROM_RANK: list[Any] = [
-    remote_workers.RankCame(1, {"engine.dtype": "float32"}, "tcp://10.0.0.1:7301"),
+    remote_workers.RankCame(1),
     remote_workers.RankLoading(1, 2, 3),
     remote_workers.RankLoaded(b"facts"),
     StepResult(3, [Sampled(1, -0.5, [(1, -0.5)])], [b"report"]),
 ]
 TO_RANK: list[Any] = [
-    remote_workers.MeetAt("/proc/1/fd/3", ["tcp://10.0.0.1:7301"]),
-    remote_workers.RankRefused("engine.dtype is 'float16'"),
+    remote_workers.MeetAt("/proc/1/fd/3"),
     Step(
         3,
         [TokenSpan(1, 0, [1, 2], [0])],

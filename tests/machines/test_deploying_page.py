@@ -16,8 +16,6 @@ from tests.machines.conftest import SIZES, line_of
 from tests.serve.conftest import SOON_S, eventually
 
 if TYPE_CHECKING:
-    import subprocess
-
     from tests.machines.conftest import Site
     from tests.machines.machines import Machine
 
@@ -36,7 +34,6 @@ class Shells:
         """What the reader has to put in place of words in capitals."""
         self.ran = 0
         self.began: list[str] = []
-        self.ranks: list[subprocess.Popen[str]] = []
 
     def machine(self, name: str) -> Machine:
         if name not in self.machines:
@@ -59,9 +56,6 @@ class Shells:
         serves = arguments[0] == "serve"
         more = ("--model", str(self.site.model), *SIZES) if serves else ()
         process = self.site.penstock(machine, *arguments, *more)
-        if serves and "--ranks-at" in arguments:
-            self.ranks.append(process)  # They are ready when all of them are started.
-            return
         if serves:
             self.began.append(line_of(process, "penstock: "))
             return
@@ -110,7 +104,7 @@ def test_the_commands_of_the_page_are_taken_as_they_stand(
             words[f"KEY_OF_{found[1].upper()}"] = said.out.split()[-1]
         served += [line for line in said.out.splitlines() if line.startswith("role = ")]
     roles = [line.removeprefix("role = ").strip('"') for line in served]
-    assert sorted(roles) == ["both", "both", "both", "decode", "prefill", "rank", "router"]
+    assert sorted(roles) == ["both", "both", "decode", "prefill", "router"]
 
 
 @pytest.mark.long
@@ -127,9 +121,6 @@ def test_the_commands_of_the_page_work_in_their_order(site: Site) -> None:
     assert any("waits for instances at tcp://10.0.0.1:7000" in line for line in shells.began)
     joined = sum("has joined tcp://10.0.0.1:7000" in line for line in shells.began)
     assert joined == (4 if is_installed() else 2)
-    scheduler, rank = shells.ranks
-    line_of(rank, "penstock: ready: rank 1 of instance-2 has joined tcp://10.0.0.1:7300")
-    line_of(scheduler, "penstock: ready: instance-2 has joined tcp://10.0.0.1:7000")
     for machine in shells.machines.values():
         assert "Traceback" not in site.log(machine)
 

@@ -43,7 +43,6 @@ from penstock.config.values import (
     ModelSettings,
     ServeTable,
     TierKind,
-    rank_range,
 )
 
 __all__ = [
@@ -82,7 +81,6 @@ __all__ = [
     "load_config",
     "parse_config",
     "port_range",
-    "rank_range",
     "require_address",
     "require_socket",
 ]

@@ -166,12 +166,10 @@ HANDOFF_KEYS: Mapping[str, Setting] = _settings(
 ENGINE_KEYS: Mapping[str, Setting] = _settings(
     EngineTable,
     model=String(),
-    role=String(choices=("both", "prefill", "decode", "router", "rank")),
+    role=String(choices=("both", "prefill", "decode", "router")),
     prefill_tp=Whole(minimum=0, maximum=1_024),
     decode_tp=Whole(minimum=0, maximum=1_024),
     handoff_host=String(),
-    ranks_at=String(),
-    ranks_here=String(),
     dtype=String(choices=("float32", "bfloat16", "float16")),
     device=String(),
     graphs=Flag(),
@@ -180,6 +178,13 @@ ENGINE_KEYS: Mapping[str, Setting] = _settings(
     step_requests=Whole(minimum=1, maximum=4_096),
     waiting_max=Whole(minimum=1, maximum=COUNT_MAX),
 )
+
+_ON_ONE_MACHINE = (
+    "must be left out: all ranks of an instance are on one machine, and each machine has instances "
+    "of its own"
+)
+REMOVED_KEYS = {"engine.ranks_at": _ON_ONE_MACHINE, "engine.ranks_here": _ON_ONE_MACHINE}
+"""Keys of earlier versions, with what to do instead."""
 
 SERVE_KEYS: Mapping[str, Setting] = _settings(
     ServeTable,

@@ -30,6 +30,7 @@ from penstock.config.schema import (
     ENGINE_KEYS,
     HANDOFF_KEYS,
     MODEL_KEYS,
+    REMOVED_KEYS,
     ROOM_KEYS,
     ROUTING_KEYS,
     SERVE_KEYS,
@@ -371,6 +372,8 @@ class _Table:
     def value(self, name: str) -> Any:  # noqa: ANN401  (as its key says)
         """The value of a key, given or by default."""
         place = f"{self.place}.{name}"
+        if place in REMOVED_KEYS:
+            raise ConfigError(place, f"is {self.given[name]!r}, {REMOVED_KEYS[place]}")
         if name not in self.keys:
             raise ConfigError(place, unknown(name, self.keys))
         setting = self.keys[name]

@@ -73,7 +73,6 @@ LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 """The environment variable that may hold the API key."""
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
-_RANKS = re.compile(r"(?P<first>\d{1,4})(-(?P<last>\d{1,4}))?", re.ASCII)
 
 _SHARED_OPTIONS = {
     "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), 256.0),
@@ -259,25 +258,6 @@ class TierKind:
         return float(self.options.get("gib", 0))
 
 
-def rank_range(given: str) -> range:
-    """The ranks that `engine.ranks_here` names; none if it is empty.
-
-    Raises:
-        ConfigError: it is neither a rank nor a first and a last one.
-    """
-    if not given:
-        return range(0)
-    found = _RANKS.fullmatch(given)
-    first = int(found["first"]) if found else 0
-    last = int(found["last"] or first) if found else -1
-    if last < first:
-        raise ConfigError(
-            "engine.ranks_here",
-            f"is {given!r}, must be a rank or the first and the last one, such as '0' or '1-3'",
-        )
-    return range(first, last + 1)
-
-
 AUTO = "auto"
 """Shared memory between engines on one machine, NIXL between machines."""
 SHARED_MEMORY = "shared_memory"
@@ -331,10 +311,6 @@ class EngineTable:
     handoff_host: str = ""
     """The host of this machine at which instances of others reach its instances for handoffs;
     empty: only instances of this machine do."""
-    ranks_at: str = ""
-    """Where an instance accepts its ranks, if some are on other machines; empty: all are here."""
-    ranks_here: str = ""
-    """The ranks of it that this command starts: `N` or `FIRST-LAST`; empty: all of them."""
     dtype: str = "float32"
     device: str = "cpu"
     graphs: bool = True
@@ -365,15 +341,6 @@ class EngineTable:
                     "engine.handoff_host",
                     f"is {self.handoff_host!r}, must be a host that other machines can dial",
                 )
-        if self.ranks_at:
-            require_address("engine.ranks_at", self.ranks_at)
-        if bool(self.ranks_at) is not bool(self.ranks_here):
-            raise ConfigError(
-                "engine.ranks_here",
-                f"is {self.ranks_here!r} with engine.ranks_at {self.ranks_at!r}, must be given "
-                "with it: which ranks this command starts",
-            )
-        rank_range(self.ranks_here)
         if 0 < self.step_tokens < self.step_requests:
             raise ConfigError(
                 "engine.step_tokens",

@@ -32,7 +32,7 @@ from penstock.config.shared_stores import (
     ObjectSettings,
     RedisSettings,
 )
-from penstock.config.values import EngineTable, ServeTable, rank_range
+from penstock.config.values import EngineTable, ServeTable
 from penstock.connectors.vllm.versions import TESTED, is_tested
 from penstock.doctor.facts import SERVER_EXTRAS
 from penstock.errors import counted, install_hint, server_install_hint
@@ -131,8 +131,6 @@ def _instances_of(config: Config) -> dict[int, int]:
     ranks = config.cache.rank_count
     if engine.role == "router":
         return {}
-    if engine.ranks_at:
-        return {len(rank_range(engine.ranks_here)): 1}
     if engine.role in {"prefill", "decode"}:
         own = engine.prefill_tp if engine.role == "prefill" else engine.decode_tp
         return {own or ranks: serve.instances}

@@ -148,21 +148,6 @@ class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         key = public.hex()
         return key == self.public or key in self.peers.values()
 
-    @property
-    def own_host(self) -> str:
-        """The host by which other machines dial this one.
-
-        Raises:
-            UnavailableError: the file lists this machine not at all, or more than once.
-        """
-        own = sorted(host for host, key in self.peers.items() if key == self.public)
-        if len(own) != 1:
-            raise UnavailableError(
-                f"the key of this machine is listed for {own}, must be listed for one host, by "
-                "which other machines dial it: see `penstock keys add`"
-            )
-        return own[0]
-
     def key_of(self, address: str) -> bytes:
         """The public key of the machine at an address, as ZeroMQ writes it.
 

@@ -92,7 +92,7 @@ DecodeTpOption: TypeAlias = Annotated[
 ]
 RoleOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="What to start: both (everything), prefill, decode, router or rank."),
+    typer.Option(help="What to start: both (everything), prefill, decode or router."),
 ]
 RouterOption: TypeAlias = Annotated[
     str | None,
@@ -104,16 +104,6 @@ HandoffHostOption: TypeAlias = Annotated[
         metavar="HOST",
         help="Where instances of other machines reach those of this command for handoffs.",
     ),
-]
-RanksAtOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Where an instance lets ranks of other machines in: tcp://HOST:PORT.",
-    ),
-]
-RanksHereOption: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="RANKS", help="Which of its ranks to start here: N or N-M.")
 ]
 NumberOption: TypeAlias = Annotated[
     int | None,
@@ -199,8 +189,6 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     decode_tp: DecodeTpOption = None,
     router: RouterOption = None,
     handoff_host: HandoffHostOption = None,
-    ranks_at: RanksAtOption = None,
-    ranks_here: RanksHereOption = None,
     number: NumberOption = None,
     keys_file: KeysFileOption = None,
     host: HostOption = None,

@@ -26,7 +26,6 @@ import msgspec
 
 import penstock
 from penstock import AllCleared, BlocksStored, chains_of
-from penstock.config import port_range
 from penstock.errors import CapacityError, ConfigError, PeerError, UnavailableError
 from penstock.toolkit import (
     KEYS_PER_EVENT,
@@ -521,14 +520,12 @@ def build_engine(
         return _started(engine, spec), loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
-    settings = ChannelSettings(ports=port_range(spec.ports), silence_s=spec.silence_s)
+    settings = ChannelSettings(silence_s=spec.silence_s)
     with Listener(
         f"{spec.name}-scheduler", spec.scheduler, secret=spec.secret, settings=settings
     ) as listener:
         deadline = time.monotonic() + RANKS_S
-        met = meet_ranks(
-            listener, ranks=spec.ranks, deadline=deadline, terms=spec.terms, progress=progress
-        )
+        met = meet_ranks(listener, ranks=spec.ranks, deadline=deadline, progress=progress)
     peers = peers_of(spec, architecture, tier=None)
     handoffs = None if peers is None else InstanceHandoffs(spec, peers, None)
     cache = penstock.open(spec.config, ranks=met.facts)

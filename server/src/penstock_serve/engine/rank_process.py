@@ -10,7 +10,6 @@ import gc
 import logging
 import signal
 import sys
-import time
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,28 +18,24 @@ import torch
 from torch import distributed
 
 import penstock
-from penstock.config import port_range
 from penstock.errors import ConfigError, PeerError, UnavailableError
-from penstock.toolkit import ChannelSettings, keeper, set_up_logs
+from penstock.toolkit import keeper, set_up_logs
 from penstock_serve.engine.handoffs import RankHandoffs
 from penstock_serve.engine.life_report import WRONG_SETTING, report_problem, report_ready
 from penstock_serve.engine.peers import peers_of
 from penstock_serve.engine.process_end import GIVE_UP_S, end_within, leave
-from penstock_serve.engine.rank_exchange import COLLECTIVE_S, RankExchange
-from penstock_serve.engine.remote_workers import RankCame, RankLoading, encode, join, serve_rank
+from penstock_serve.engine.remote_workers import RankLoading, encode, join, serve_rank
 from penstock_serve.engine.spec import RankSpec, read_sealed
 from penstock_serve.engine.worker import load_rank
 
 if TYPE_CHECKING:
     from penstock.toolkit import Channel
-    from penstock_serve.engine.remote_workers import MeetAt
-    from penstock_serve.engine.spec import InstanceSpec
 
 logger = logging.getLogger("penstock.engine.rank_process")
 
 
-MEET_S = 60.0
-"""The timeout for ranks on several machines to connect to each other."""
+COLLECTIVE_S = 60.0
+"""The timeout of a collective between ranks."""
 
 
 def main(given: str, report: str = "") -> int:
@@ -51,28 +46,16 @@ def main(given: str, report: str = "") -> int:
     instance = spec.instance
     set_up_logs(instance.log_level, as_json=instance.log_json)
     name = f"{instance.name}-rank-{spec.rank}"
-    exchange: RankExchange | None = None
     try:
-        if instance.rank_host:
-            exchange = RankExchange.listen(
-                instance.name,
-                f"tcp://{instance.rank_host}:*",
-                rank=spec.rank,
-                secret=instance.secret,
-                settings=ChannelSettings(
-                    ports=port_range(instance.ports), silence_s=instance.silence_s
-                ),
-            )
-        came = RankCame(spec.rank, instance.terms, exchange.address if exchange else "")
-        channel, meeting = join(
+        channel, place = join(
             instance.scheduler,
             name=name,
-            came=came,
+            rank=spec.rank,
             secret=instance.secret,
             silence_s=instance.silence_s,
         )
         with closing(channel):
-            why = _serve(spec, channel, meeting, exchange, report)
+            why = _serve(spec, channel, place, report)
     except ConfigError as error:
         # The command that started this process says so, and ends if it was its first life.
         logger.debug("rank ends: name=%s cause=%s", name, error)
@@ -83,28 +66,20 @@ def main(given: str, report: str = "") -> int:
         return 1
     finally:
         _part()
-        if exchange is not None:
-            exchange.close()
     logger.info("rank ends: name=%s cause=%s", name, why)
-    # A scheduler of another command may be started again: then this rank is needed again.
-    return 0 if instance.starts_scheduler else 1
+    return 0
 
 
-def _serve(
-    spec: RankSpec, channel: Channel, meeting: MeetAt, exchange: RankExchange | None, report: str
-) -> str:
+def _serve(spec: RankSpec, channel: Channel, place: str, report: str) -> str:
     instance = spec.instance
     if instance.threads:
         torch.set_num_threads(instance.threads)
-    if exchange is None:
-        _meet(spec, meeting.place)
-    else:
-        exchange.meet(meeting.addresses, deadline=time.monotonic() + MEET_S)
+    _meet(spec, place)
 
     def send_progress(layers: int, of: int) -> None:
         channel.send(encode(RankLoading(spec.rank, layers, of)))
 
-    loaded = load_rank(instance, rank=spec.rank, progress=send_progress, exchange=exchange)
+    loaded = load_rank(instance, rank=spec.rank, progress=send_progress)
     peers = peers_of(instance, loaded.architecture, tier=loaded.tier, rank=spec.rank)
     handed = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
     with (
@@ -114,21 +89,12 @@ def _serve(
         loaded.worker.steps = rank.steps
         # From now on it ends with its scheduler, whose last step it would break otherwise.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if not instance.starts_scheduler:
-            _announce(instance, spec.rank)
         report_ready(report)
         try:
             return serve_rank(channel, loaded.worker, rank, handed)
         except (PeerError, UnavailableError):
             end_within(GIVE_UP_S)
             raise
-
-
-def _announce(instance: InstanceSpec, rank: int) -> None:
-    """Prints that the rank has joined, for the user who started it."""
-    name = f"rank {rank} of {instance.name}"
-    sys.stdout.write(f"penstock: ready: {name} has joined {instance.scheduler}\n")
-    sys.stdout.flush()
 
 
 def _meet(spec: RankSpec, place: str) -> None:

@@ -1,8 +1,7 @@
 """Ranks in processes of their own: how they connect to the scheduler, and how steps reach them.
 
     rank: RankCame ──→ scheduler           each rank dials its scheduler
-    rank ←── MeetAt   scheduler            where the ranks' collectives meet, new in every life;
-                                           or RankRefused: it would compute something else
+    rank ←── MeetAt   scheduler            where the ranks' collectives meet, new in every life
     rank: RankLoading … ──→ scheduler
     rank: RankLoaded ──→ scheduler         its layout; steps may follow from now on
     rank ←── Step     scheduler            to all ranks; rank 0 answers with a StepResult
@@ -335,7 +334,7 @@ def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | Non
     return msgspec.structs.replace(result, reports=reports, handed=counts)
 
 
-VERSION = 3
+VERSION = 4
 DIAL_S = 300.0
 """A rank may be started long before its scheduler, which may have to be restarted."""
 DIAL_AGAIN_S = 20.0
@@ -346,25 +345,13 @@ class RankCame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank has connected."""
 
     rank: int
-    terms: dict[str, str] = {}
-    """What it computes with, by the key of each setting: must be that of the scheduler."""
-    address: str = ""
-    """Where it accepts the other ranks, if they are on several machines."""
 
 
 class MeetAt(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All ranks have connected: meet the others and load your share of the model."""
 
     place: str
-    """The file over which `torch.distributed` finds the other ranks, on one machine."""
-    addresses: list[str] = []
-    """Where each rank accepts the others, on several machines."""
-
-
-class RankRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A rank was started with other settings than its scheduler."""
-
-    problem: str
+    """The file over which `torch.distributed` finds the other ranks."""
 
 
 class RankLoading(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -428,17 +415,7 @@ class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 FromRank = RankCame | RankLoading | RankLoaded | StepResult | RankDone
-ToRank = (
-    MeetAt
-    | RankRefused
-    | Step
-    | OpenRankPair
-    | CloseRankPair
-    | LoadRank
-    | FreeRank
-    | WakeRank
-    | End
-)
+ToRank = MeetAt | Step | OpenRankPair | CloseRankPair | LoadRank | FreeRank | WakeRank | End
 
 _from_rank: FrameCodec[FromRank] = FrameCodec(
     msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
@@ -486,7 +463,6 @@ def meet_ranks(
     *,
     ranks: int,
     deadline: float,
-    terms: Mapping[str, str],
     progress: Callable[[int, int, int], None] = ignore_progress,
 ) -> MetRanks:
     """Accepts all ranks, lets them meet each other, and waits until they have loaded.
@@ -496,11 +472,11 @@ def meet_ranks(
     """
     came: dict[int, Channel] = {}
     try:
-        addresses = _await_all(listener, came, ranks, deadline, terms)
+        _await_all(listener, came, ranks, deadline)
         # A memory file of this process: nothing is left on disk, and no later life finds it.
         place = os.memfd_create("penstock-meeting")
         try:
-            meeting = MeetAt(f"/proc/{os.getpid()}/fd/{place}", addresses)
+            meeting = MeetAt(f"/proc/{os.getpid()}/fd/{place}")
             for channel in came.values():
                 channel.send(encode(meeting))
             loaded = _await_loaded(came, deadline, progress)
@@ -517,15 +493,8 @@ def meet_ranks(
     )
 
 
-def _await_all(
-    listener: Listener,
-    came: dict[int, Channel],
-    ranks: int,
-    deadline: float,
-    terms: Mapping[str, str],
-) -> list[str]:
-    """Accepts all ranks; returns where they accept each other, if they are on several machines."""
-    addresses: dict[int, str] = {}
+def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadline: float) -> None:
+    """Accepts all ranks."""
     while len(came) < ranks:
         channel = listener.accept(deadline=deadline)
         if channel is None:
@@ -539,27 +508,10 @@ def _await_all(
             continue
         if not 0 <= message.rank < ranks:
             raise PeerError(f"rank {message.rank} came, must be from 0 to {ranks - 1}")
-        problem = _difference(message, terms)
-        if problem:
-            logger.warning("rank refused: rank=%d cause=%s", message.rank, problem)
-            channel.send(encode(RankRefused(problem)))
-            channel.close()
-            continue
         earlier = came.pop(message.rank, None)
         if earlier is not None:
             earlier.close()
         came[message.rank] = channel
-        addresses[message.rank] = message.address
-    return [addresses[rank] for rank in range(ranks)] if any(addresses.values()) else []
-
-
-def _difference(message: RankCame, terms: Mapping[str, str]) -> str:
-    """The first setting of a rank that is not its scheduler's; empty: there is none."""
-    for key, wanted in terms.items():
-        found = message.terms.get(key, "")
-        if found != wanted:
-            return f"{key} is {found!r} at rank {message.rank}, must be {wanted!r} as here"
-    return ""
 
 
 def _await_loaded(
@@ -587,29 +539,22 @@ def _await_loaded(
 
 
 def join(
-    address: str,
-    *,
-    name: str,
-    came: RankCame,
-    secret: Secret,
-    silence_s: float,
-) -> tuple[Channel, MeetAt]:
+    address: str, *, name: str, rank: int, secret: Secret, silence_s: float
+) -> tuple[Channel, str]:
     """Connects a rank to its scheduler; returns the channel, and where to meet the other ranks.
 
-    Raises `UnavailableError`: the scheduler did not answer in time, refused it, or is gone.
+    Raises `UnavailableError`: the scheduler did not answer in time, or is gone.
     """
     deadline = time.monotonic() + DIAL_S
     settings = ChannelSettings(open_s=DIAL_AGAIN_S, silence_s=silence_s)
     channel = _dial(address, name, secret, deadline, settings)
-    channel.send(encode(came))
+    channel.send(encode(RankCame(rank)))
     said = channel.receive(deadline=deadline)
     message = read_by_rank(said.frame) if isinstance(said, ReceivedFrame) else None
     if isinstance(message, MeetAt):
-        return channel, message
+        return channel, message.place
     channel.close()
-    if isinstance(message, RankRefused):
-        raise UnavailableError(f"the scheduler at {address} refused it: {message.problem}")
-    raise UnavailableError(f"rank {came.rank} got no meeting place: {message or said}")
+    raise UnavailableError(f"rank {rank} got no meeting place: {message or said}")
 
 
 def _dial(

@@ -103,12 +103,6 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The address at which the instance accepts its ranks, if it has several."""
     secret: Secret = b""
     """Of the instance and its ranks."""
-    ranks_here: list[int] = []
-    """The ranks that this command starts, if the ranks are on several machines."""
-    rank_host: str = ""
-    """The address of this machine for the ranks of other ones, if the ranks are on several."""
-    starts_scheduler: bool = True
-    """Whether this command starts the instance itself, and not only ranks of it."""
     folder: str = ""
     """The folder of sockets without an address; empty: a folder of each process."""
     role: InstanceRole = InstanceRole.BOTH
@@ -145,22 +139,6 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "role",
                 f"is {self.role.value!r}, must be 'both' for an instance that hands nothing over",
             )
-
-    @property
-    def terms(self) -> dict[str, str]:
-        """What a rank and its scheduler must have in common, by the key of each setting."""
-        cache = self.config.cache
-        tiers = zip(cache.tiers, self.config.tier_kinds, strict=True)
-        return {
-            "the digest of engine.model": self.digest,
-            "engine.dtype": self.dtype,
-            "cache.ranks": str(self.ranks),
-            "cache.block_tokens": str(cache.block_tokens),
-            "cache.blocks": str(cache.device.slot_count if cache.device else 0),
-            "tiers": ", ".join(
-                f"{tier.name} {kind.gib or tier.slot_count:g}" for tier, kind in tiers
-            ),
-        }
 
     @property
     def steps_in_flight(self) -> int:

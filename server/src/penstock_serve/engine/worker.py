@@ -27,7 +27,6 @@ from penstock.toolkit import give_back_private
 from penstock_serve.engine.batch import lay_out
 from penstock_serve.engine.checkpoints import RankWeights, find_model
 from penstock_serve.engine.model import Alone, Decoder, Ranks, Together, layer_waits
-from penstock_serve.engine.rank_exchange import ExchangedRanks
 from penstock_serve.engine.sampling import Named, SampledBatch, scored
 from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.steps import STEP_S, StepResult
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from penstock_serve.engine.cuda.memory import GpuMemory
     from penstock_serve.engine.handoffs import RankHandoffs
     from penstock_serve.engine.model import Attention, LayerGates
-    from penstock_serve.engine.rank_exchange import RankExchange
     from penstock_serve.engine.sharding import Share
     from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.steps import Step
@@ -387,7 +385,6 @@ def load_rank(
     *,
     rank: int = 0,
     progress: Callable[[int, int], None] = _ignore_progress,
-    exchange: RankExchange | None = None,
 ) -> LoadedRank:
     """Loads the weights of one rank and allocates its device blocks.
 
@@ -404,7 +401,7 @@ def load_rank(
     decoder = Decoder(
         architecture,
         weights,
-        _ranks(architecture, share, exchange),
+        _ranks(architecture, share),
         attention=attention_on(device),
         progress=lambda layers: progress(layers, architecture.layers),
     )
@@ -444,9 +441,9 @@ def _require_same_files(spec: InstanceSpec, model: ModelFiles) -> None:
         )
 
 
-def _ranks(architecture: Architecture, share: Share, exchange: RankExchange | None) -> Ranks:
+def _ranks(architecture: Architecture, share: Share) -> Ranks:
     if share.ranks == 1:
         return Alone(share)
     shares = [share_of(architecture, rank=rank, ranks=share.ranks) for rank in range(share.ranks)]
     sizes = [len(each.vocabulary) for each in shares]
-    return Together(share, sizes) if exchange is None else ExchangedRanks(share, sizes, exchange)
+    return Together(share, sizes)

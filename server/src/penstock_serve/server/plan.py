@@ -12,19 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
-from penstock import DType, MachineKeys
-from penstock.config import (
-    LOOPBACK,
-    STORED_KINDS,
-    Config,
-    EngineTable,
-    ServeTable,
-    parse_config,
-    rank_range,
-)
-from penstock.errors import ConfigError, UnavailableError, counted
+from penstock import DType
+from penstock.config import Config, EngineTable, ServeTable, parse_config
+from penstock.errors import ConfigError, counted
 from penstock.toolkit import is_loopback
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.defaults import (
@@ -48,8 +38,6 @@ if TYPE_CHECKING:
 
 ROUTER = "router"
 """The role of a command that starts no instances and accepts those of other commands."""
-RANK = "rank"
-"""The role of a command that starts ranks of another command's instance."""
 _ALONE = frozenset({InstanceRole.PREFILL.value, InstanceRole.DECODE.value})
 """Roles of a command that starts instances of this role only."""
 _NAMES = {
@@ -90,8 +78,6 @@ class ServeOptions:
     prefill_tp: int | None = None
     decode_tp: int | None = None
     handoff_host: str | None = None
-    ranks_at: str | None = None
-    ranks_here: str | None = None
     router: str | None = None
     number: int | None = None
     keys_file: str | None = None
@@ -125,7 +111,7 @@ def serves_http(config: Config | None, options: ServeOptions) -> bool:
     engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
     role = engine.role if options.role is None else options.role
     router = (serve or ServeTable()).router if options.router is None else options.router
-    return role == ROUTER or (role != RANK and not router)
+    return role == ROUTER or not router
 
 
 def _roles_of(config: Config | None, options: ServeOptions) -> dict[str, int | None]:
@@ -159,8 +145,6 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
     serve = config.serve
     assert serve is not None
     assert config.engine is not None
-    if config.engine.ranks_at:
-        return (_spread_instance(config),)
     roles = _roles(config)
     # If each of several processes had a thread on every core, they would slow each other down.
     config = _threaded(config, sum(_ranks_of(config, role) for role in roles) or 1)
@@ -194,50 +178,6 @@ def _roles(config: Config) -> list[InstanceRole]:
         *[InstanceRole.PREFILL] * (serve.prefill or serve.instances),
         *[InstanceRole.DECODE] * (serve.decode or serve.instances),
     ]
-
-
-def _spread_instance(config: Config) -> InstanceSpec:
-    """The instance whose ranks are on several machines, with those that are started here."""
-    engine, serve = config.engine, config.serve
-    assert engine is not None
-    assert serve is not None
-    here = rank_range(engine.ranks_here)
-    return msgspec.structs.replace(
-        _instance(
-            _threaded(config, len(here)),
-            f"instance-{serve.number}",
-            InstanceRole.BOTH,
-            hands_over=False,
-            first_gpu=0,
-        ),
-        scheduler=engine.ranks_at,
-        ranks_here=list(here),
-        rank_host=_rank_host(config),
-        starts_scheduler=engine.role != RANK,
-    )
-
-
-def _rank_host(config: Config) -> str:
-    """The host at which ranks of other machines reach those of this one."""
-    assert config.serve is not None
-    secret = rank_secret_of(config)
-    try:
-        return secret.own_host if isinstance(secret, MachineKeys) else LOOPBACK
-    except UnavailableError as error:
-        file = config.serve.keys_file
-        raise ConfigError("serve.keys_file", f"is {file!r}: {error}") from error
-
-
-def rank_secret_of(config: Config) -> Secret:
-    """What an instance shares with its ranks on other machines.
-
-    Raises `ConfigError`: `serve.keys_file` cannot be used; `UnavailableError`: the secret of this
-    user can be neither read nor created.
-    """
-    assert config.engine is not None
-    assert config.serve is not None
-    at = config.engine.ranks_at
-    return secret_between(config.serve, {"engine.ranks_at": at}) if at else b""
 
 
 def _threaded(config: Config, ranks: int) -> Config:
@@ -414,60 +354,7 @@ def _require_memory(config: Config, architecture: Architecture) -> None:
     assert engine is not None
     if engine.device != "cpu" or engine.role == ROUTER:
         return
-    instances: float = len(_roles(config))
-    if engine.ranks_at:
-        instances = len(rank_range(engine.ranks_here)) / config.cache.rank_count
-    require_memory(config, architecture, dtype=engine.dtype, instances=instances)
-
-
-def _require_ranks(config: Config) -> None:
-    """Checks an instance whose ranks are on several machines."""
-    engine, serve = config.engine, config.serve
-    assert engine is not None
-    assert serve is not None
-    if not engine.ranks_at:
-        if engine.role == RANK:
-            raise ConfigError(
-                "engine.ranks_at",
-                "is '', must be where the instance lets its ranks in: engine.role is 'rank'",
-            )
-        return
-    if engine.role not in {RANK, InstanceRole.BOTH.value} or engine.prefill_tp:
-        raise ConfigError(
-            "engine.ranks_at",
-            f"is {engine.ranks_at!r}, must be '' for prefill, decode and router",
-        )
-    if engine.handoff_host:
-        raise ConfigError(
-            "engine.handoff_host",
-            f"is {engine.handoff_host!r}, must be '' with engine.ranks_at: an instance whose ranks "
-            "are on several machines hands nothing over",
-        )
-    if engine.device != "cpu":
-        raise ConfigError(
-            "engine.device",
-            f"is {engine.device!r}, must be 'cpu' for ranks on several machines: those of GPUs are "
-            "on one machine",
-        )
-    if serve.instances != 1:
-        raise ConfigError(
-            "serve.instances", f"is {serve.instances}, must be 1: engine.ranks_at is one address"
-        )
-    for kind in config.tier_kinds:
-        if kind.name in STORED_KINDS:
-            raise ConfigError(
-                "tiers",
-                f"has kind {kind.name!r}, must have only tiers in memory: the ranks are on several "
-                "machines, and one store cannot read the memory of all",
-            )
-    here, count = rank_range(engine.ranks_here), config.cache.rank_count
-    if count < 2 or here.stop > count:
-        raise ConfigError(
-            "engine.ranks_here",
-            f"is {engine.ranks_here!r}, must be of the ranks 0 to {count - 1}: cache.ranks is "
-            f"{count}, and must be at least 2",
-        )
-    _rank_host(config)
+    require_memory(config, architecture, dtype=engine.dtype, instances=len(_roles(config)))
 
 
 def _require_role(config: Config) -> None:
@@ -475,8 +362,7 @@ def _require_role(config: Config) -> None:
     engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None
-    _require_ranks(config)
-    if engine.role not in {InstanceRole.BOTH.value, RANK} and not serve.router:
+    if engine.role != InstanceRole.BOTH.value and not serve.router:
         raise ConfigError(
             "serve.router",
             f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",

@@ -68,29 +68,19 @@ class Processes:
         specs: Sequence[InstanceSpec],
         *,
         handoff_secret: Secret = b"",
-        rank_secret: Secret = b"",
     ) -> None:
         self.failed: asyncio.Future[PenstockError] = asyncio.get_running_loop().create_future()
         """Done when the command cannot go on, with the reason."""
         self._supervisor = supervisor
         # Without one of several commands, a new one that every restart reuses.
         secret = handoff_secret or secrets.token_bytes(SECRET_BYTES)
-        self._specs = [
-            msgspec.structs.replace(
-                spec, handoff_secret=secret, secret=rank_secret if spec.scheduler else spec.secret
-            )
-            for spec in specs
-        ]
+        self._specs = [msgspec.structs.replace(spec, handoff_secret=secret) for spec in specs]
         answering = {spec.name for spec in specs if spec.role is not InstanceRole.PREFILL}
         self._needed = answering or {spec.name for spec in specs}
         """The instances of which at least one must be alive."""
         self._given_up: set[str] = set()
         self._reports: dict[str, int] = {}
         """What each process reports, as a descriptor."""
-        self._waits_for_others = {
-            spec.name for spec in specs if spec.ranks_here or not spec.starts_scheduler
-        }
-        """Instances whose processes start when those of another command have."""
         self._not_ready: dict[str, int] = {}
         """How often each process has ended since it was ready last; it was started before."""
 
@@ -155,10 +145,7 @@ class Processes:
         logger.warning("process ended: %s", event)
         was_ready = report is not None and report.is_ready
         self._not_ready[name] = 0 if was_ready else self._not_ready.get(name, 0) + 1
-        instance = name.partition("-rank-")[0]
-        if event.restart_at is None or instance in self._waits_for_others:
-            return
-        if self._not_ready[name] > RESTART.limit:
+        if event.restart_at is not None and self._not_ready[name] > RESTART.limit:
             # It waits to be started again, so this takes no longer than an answer.
             self._supervisor.stop_process(name)
             self._give_up(name, f"ended {self._not_ready[name]} times before it was ready")
@@ -180,7 +167,7 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
 
     They are stopped in reverse order, so the instance ends before its ranks.
     """
-    if spec.ranks > 1 and not spec.scheduler:
+    if spec.ranks > 1:
         spec = msgspec.structs.replace(
             spec, scheduler=private_address(IPC), secret=secrets.token_bytes(SECRET_BYTES)
         )
@@ -194,9 +181,8 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         restart=RESTART,
         stop_s=STOP_S + spec.drain_s,
     )
-    numbers = spec.ranks_here or range(spec.ranks if spec.ranks > 1 else 0)
-    ranks = [_rank_of(spec, rank) for rank in numbers]
-    return [*ranks, (whole, spec)] if spec.starts_scheduler else [*ranks]
+    ranks = [_rank_of(spec, rank) for rank in range(spec.ranks if spec.ranks > 1 else 0)]
+    return [*ranks, (whole, spec)]
 
 
 def _waits_asleep() -> tuple[tuple[str, str], ...]:

@@ -36,7 +36,7 @@ from penstock_serve.server.app import Server, ServerSettings
 from penstock_serve.server.guard import read_hosts
 from penstock_serve.server.http import HttpServer, serve_until_stopped
 from penstock_serve.server.instance_link import InstanceLink
-from penstock_serve.server.plan import instances_of, rank_secret_of, secrets_of
+from penstock_serve.server.plan import instances_of, secrets_of
 from penstock_serve.server.processes import Processes
 from penstock_serve.server.request_gate import PauseSettings, RequestGate
 from penstock_serve.server.role_secret import SECRET_BYTES
@@ -215,12 +215,7 @@ async def _processes(
 ) -> AsyncIterator[Processes]:
     """The instances of this command, if it starts some; `secret` is that of their server."""
     _, handoff_secret = secrets_of(config)
-    found = Processes(
-        supervisor,
-        instances_of(config),
-        handoff_secret=handoff_secret,
-        rank_secret=rank_secret_of(config),
-    )
+    found = Processes(supervisor, instances_of(config), handoff_secret=handoff_secret)
     found.start(address, secret)
     try:
         yield found
