@@ -63,10 +63,6 @@ class Where(NamedTuple):
 
     pieces: tuple[bytes, ...]
     """Of the engine that wrote them."""
-    keys: tuple[Key, ...]
-    """Of the blocks there that make up this one; a single one, unless blocks are smaller there."""
-    window: int = 0
-    """Which part of that one this is, where blocks are larger there."""
     readable: bool = True
     """Whether it can be decoded here, as far as is known."""
 

@@ -2,7 +2,8 @@
 
 An engine announces its *geometry*, the forms of all its ranks, before it writes. Others read these
 records and plan with the reshard planner which ranges of which values make up each of their own
-ranks' blocks. An engine's own geometry is a plan like any other: one value, whole.
+ranks' blocks, if these have as many tokens. An engine's own geometry is a plan like any other: one
+value, whole.
 
 The one rule: each cell of a block comes from one value, and is checked by the sums of that value.
 """
@@ -113,10 +114,6 @@ class Gathering(NamedTuple):
     parts: tuple[SourcePart, ...]
     checksum: Algorithm
     """Of the sums of those values."""
-    forms: tuple[Form, ...]
-    """Of those values, one for each part."""
-    block_tokens: int
-    """Of a block there. Where it is another number, values are read whole, and cut or joined."""
 
 
 def gather(geometry: EngineGeometry, arenas: Sequence[MappedArena]) -> dict[bytes, Gathering]:
@@ -131,6 +128,10 @@ def gather(geometry: EngineGeometry, arenas: Sequence[MappedArena]) -> dict[byte
     if any(piece.name != form.fingerprint for piece, form in zip(*geometry, strict=True)):
         raise ValueError("the pieces there are those of single ranks, and cannot be cut")
     forms = [arena.form for arena in arenas]
+    if geometry.block_tokens != own.block_tokens:
+        raise ValueError(
+            f"block_tokens is {geometry.block_tokens} there, must be {own.block_tokens} as here"
+        )
     plan = plan_reshard(geometry.forms, forms)
     return {
         arena.part: _gathering(geometry, plan, target, arena.form)
@@ -142,7 +143,7 @@ def _whole(piece: ValuePiece, form: Form) -> Gathering:
     cells = np.arange(piece.cell_count)
     ranges = ((0, 0, piece.block_bytes),)
     part = SourcePart(piece, ranges, cells, cells)
-    return Gathering((part,), form.checksum, (form,), form.block_tokens)
+    return Gathering((part,), form.checksum)
 
 
 def _gathering(geometry: EngineGeometry, plan: ReshardPlan, target: int, form: Form) -> Gathering:
@@ -150,7 +151,7 @@ def _gathering(geometry: EngineGeometry, plan: ReshardPlan, target: int, form: F
     if len(checksums) > 1:
         raise ValueError("checksum is not the same on all ranks there")
     here = {_place(cell): number for number, cell in enumerate(form.layout.cells)}
-    parts, forms = [], []
+    parts = []
     for route in plan.routes:
         if route.target != target:
             continue
@@ -172,11 +173,10 @@ def _gathering(geometry: EngineGeometry, plan: ReshardPlan, target: int, form: F
             and ((cell.layer, cell.head) in wanted or (cell.layer, None) in wanted)
         ]
         parts.append(_source_part(geometry.pieces[route.source], there, form.layout, pairs))
-        forms.append(geometry.forms[route.source])
     taken = sorted(int(cell) for part in parts for cell in part.target_cells)
     if taken != list(range(len(form.layout.cells))):
         raise ValueError("cells of a block would come twice, or from nowhere")
-    return Gathering(tuple(parts), checksums.pop(), tuple(forms), geometry.block_tokens)
+    return Gathering(tuple(parts), checksums.pop())
 
 
 def _place(cell: Cell) -> tuple[int, int, tuple[int, ...]]:

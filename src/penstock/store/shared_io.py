@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from penstock.store.shared_value import ValuePiece
     from penstock.store.shared_whole import WholeValues
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key
 
 WHOLE_BYTES_MAX = 32 << 20
@@ -104,7 +103,6 @@ class SumsOfArenas:
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, Algorithm], tuple[MappedArena, PackedSums]] = {}
-        self._of_forms: dict[bytes, PackedSums] = {}
 
     def of(self, arena: MappedArena, algorithm: Algorithm) -> PackedSums:
         """Several threads may ask; the worst is that it is made twice."""
@@ -116,14 +114,6 @@ class SumsOfArenas:
             self._made = {}
         self._made[id(arena), algorithm] = (arena, made)
         return made
-
-    def of_form(self, form: Form) -> PackedSums:
-        """The same for blocks of a form, wherever they lie."""
-        found = self._of_forms.get(form.fingerprint)
-        if found is None:
-            found = PackedSums(form.layout, form.checksum)
-            self._of_forms = {**self._of_forms, form.fingerprint: found}
-        return found
 
     def forget(self, arena: MappedArena) -> None:
         self._made = {at: each for at, each in self._made.items() if each[0] is not arena}

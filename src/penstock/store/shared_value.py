@@ -153,8 +153,6 @@ class Fronts(NamedTuple):
     salts: list[int]
     sums: NDArray[np.uint64]
     """Of shape [values, cells]."""
-    parents: list[Key | None]
-    """The block before each."""
     codecs: list[int]
     """How each block is stored, and"""
     stored_bytes: list[int]
@@ -182,11 +180,7 @@ def read_fronts(
         (stored > 0) & (stored < piece.block_bytes),
     )
     sums = np.ascontiguousarray(room[:, HEAD_BYTES:]).view("<u8").astype(np.uint64, copy=False)
-    parents = [each.tobytes()[:KEY_BYTES] for each in heads["parent"]]
-    known = [parent if parent != NO_PARENT else None for parent in parents]
-    return Fronts(
-        sound, heads["salt"].tolist(), sums, known, heads["codec"].tolist(), stored.tolist()
-    )
+    return Fronts(sound, heads["salt"].tolist(), sums, heads["codec"].tolist(), stored.tolist())
 
 
 def _name_heads(

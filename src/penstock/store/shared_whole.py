@@ -1,8 +1,8 @@
 """Values of a shared store that are read whole into memory of the thread, and decoded there.
 
-So are values with blocks of another size, and compressed ones: a compressed block cannot be read by
-ranges. It is one frame, not one for each layer or head: those of a head are so short (2 KiB of
-exponents) that zstd finds less in them.
+So are compressed values, which cannot be read by ranges. A compressed block is one frame, not one
+for each layer or head: those of a head are so short (2 KiB of exponents) that zstd finds less in
+them.
 
 The one rule: what is in `faults` is not looked at, and all the rest is still to be verified.
 """

@@ -14,10 +14,9 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob
 from penstock.store.blobs import BlobStoreError
-from penstock.store.shared_asking import Wanted, is_there, locate
+from penstock.store.shared_asking import find_leading, is_there
 from penstock.store.shared_board import Question, RunOfBlocks, Where
 from penstock.store.shared_io import FrontMemory, ValueRun, read_values, write_values
-from penstock.store.shared_resize import read_resized
 from penstock.store.shared_value import piece_of, value_name
 
 if TYPE_CHECKING:
@@ -66,13 +65,13 @@ class SharedWorkers:
     def do(self, task: Question | RunOfBlocks, memory: FrontMemory) -> None:
         """Does a task of the board; `memory` is of the thread that does."""
         if isinstance(task, Question):
-            self._ask(task, memory)
+            self._ask(task)
         elif isinstance(task.job.job, LoadJob):
             self._read(task, task.job.job, memory)
         else:
             self._write(task, task.job.job, memory)
 
-    def _ask(self, question: Question, memory: FrontMemory) -> None:
+    def _ask(self, question: Question) -> None:
         """Asks for the pieces of this engine first, then for those of others."""
         job = question.job
         with self._board.lock:
@@ -91,7 +90,7 @@ class SharedWorkers:
         try:
             for pieces, plan in plans:
                 if isinstance(plan, dict) and question.start < len(job.keys):
-                    self._ask_for(question, pieces, plan, memory)
+                    self._ask_for(question, pieces, plan)
             self._ask_for_foreign(question, unusable)
         except BlobStoreError as error:
             with self._board.lock:
@@ -104,19 +103,14 @@ class SharedWorkers:
             self._board.forget_question(question)
 
     def _ask_for(
-        self,
-        question: Question,
-        pieces: tuple[bytes, ...],
-        plan: dict[bytes, Gathering],
-        memory: FrontMemory,
+        self, question: Question, pieces: tuple[bytes, ...], plan: dict[bytes, Gathering]
     ) -> None:
         """Asks which of the blocks, from the first unknown one on, are there in these pieces."""
         left_s = question.until - self._board.clock()
         if left_s <= 0:
             return  # Too many ask at once; that is not the store's fault.
-        found = locate(
-            Wanted(question.job, question.start, pieces, plan), self._blobs, memory, left_s
-        )
+        there = find_leading(question.job, question.start, plan, self._blobs, left_s)
+        found = dict.fromkeys(there, Where(pieces))
         with self._board.lock:
             self._board.succeed()
             found = self._board.readable(question, found)
@@ -144,8 +138,7 @@ class SharedWorkers:
         self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory, faults: dict[int, BlockFault]
     ) -> None:
         """Reads the blocks of a run; takes those that arrived out of `faults`, by place."""
-        for pieces, found in self._by_pieces(run, job).items():
-            places = list(found)
+        for pieces, places in self._by_pieces(run, job).items():
             chosen = RunOfBlocks(run.job, [run.positions[place] for place in places])
             with self._board.lock:
                 use = self._board.spaces.get(job.space.name)
@@ -158,15 +151,9 @@ class SharedWorkers:
             means = (self._blobs, memory, self._board.sums)
             timeout_s, compressed = self._board.timeout_s, self._compressed
             try:
-                if gathering.block_tokens == job.arena.form.block_tokens:
-                    result = read_values(
-                        values, gathering, *means, whole=compressed, timeout_s=timeout_s
-                    )
-                else:
-                    wheres = list(found.values())
-                    result = read_resized(
-                        values, wheres, gathering, *means, may_end=compressed, timeout_s=timeout_s
-                    )
+                result = read_values(
+                    values, gathering, *means, whole=compressed, timeout_s=timeout_s
+                )
             except BlobStoreError as error:
                 with self._board.lock:
                     self._board.fail(error)
@@ -196,7 +183,7 @@ class SharedWorkers:
             )
             for place, fault in faults.items():
                 key = job.keys[run.positions[place]]
-                unreadable = Where(own, (key,), readable=False)
+                unreadable = Where(own, readable=False)
                 found = {key: unreadable if fault is _UNREADABLE else None}
                 self._board.note(job.space, own, found)
         if wrong:
@@ -207,21 +194,15 @@ class SharedWorkers:
                 with self._board.lock:
                     self._board.fail(error)
 
-    def _by_pieces(
-        self, run: RunOfBlocks, job: LoadJob
-    ) -> dict[tuple[bytes, ...], dict[int, Where]]:
-        """Where the blocks of a run are, by place, for each engine's pieces.
-
-        They are its own, if nothing is known.
-        """
-        chosen: dict[tuple[bytes, ...], dict[int, Where]] = {}
+    def _by_pieces(self, run: RunOfBlocks, job: LoadJob) -> dict[tuple[bytes, ...], list[int]]:
+        """In whose pieces the blocks of a run are, by place: its own, if nothing is known."""
+        chosen: dict[tuple[bytes, ...], list[int]] = {}
         with self._board.lock:
             own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
             for place, position in enumerate(run.positions):
                 key = job.keys[position]
                 _, where = self._board.known.get((job.space, own, key), (0.0, None))
-                where = where or Where(own, (key,))
-                chosen.setdefault(where.pieces, {})[place] = where
+                chosen.setdefault(where.pieces if where else own, []).append(place)
         return chosen
 
     def _write(self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory) -> None:
@@ -286,7 +267,7 @@ class SharedWorkers:
         own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
         keys = [job.keys[at] for place, at in enumerate(run.positions) if place not in faults]
         if len(own) == 1:
-            self._board.note(job.space, own, {key: Where(own, (key,)) for key in keys})
+            self._board.note(job.space, own, dict.fromkeys(keys, Where(own)))
         else:
             # Of what other ranks have written nothing is known here: the next one asks.
             for key in keys:
