@@ -14,6 +14,7 @@ that docs/metrics.md lists every metric.
 from __future__ import annotations
 
 import platform
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from penstock.toolkit import HopStatistics, StoreStatistics, TierStatistics
     from penstock_serve.observe.statistics import InstanceStatistics
 
 COUNTER = CounterMetricFamily
@@ -43,443 +43,201 @@ Samples: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
 """Values of further labels, and the number; `None` where nothing was measured."""
 
 
+Kind: TypeAlias = "type[CounterMetricFamily | GaugeMetricFamily]"
+
+
 class MetricRow(NamedTuple):
     """A metric of each instance; `instance` is its first label."""
 
     name: str
     """Without `penstock_` before it and `_total` behind it."""
-    kind: type[CounterMetricFamily | GaugeMetricFamily]
+    kind: Kind
     about: str
     read: Callable[[InstanceStatistics], Samples]
     labels: tuple[str, ...] = ()
 
 
-def one(read: Callable[[InstanceStatistics], float | None]) -> Callable[..., Samples]:
-    """Reads a metric that has no further labels."""
-    return lambda stats: [((), read(stats))]
+def of_instance(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
+    """A number of `InstanceStatistics`; `field` is given where it is not called as the metric."""
+    read = attrgetter(field or name)
+    return MetricRow(name, kind, about, lambda stats: [((), read(stats))])
 
 
-def by_store(read: Callable[[StoreStatistics], float]) -> Callable[..., Samples]:
-    """Reads a metric of each tier that a store process serves."""
-    return lambda stats: [
-        ((tier.name,), read(tier.store)) for tier in stats.cache.tiers if tier.store is not None
-    ]
+def of_cache(kind: Kind, name: str, about: str) -> MetricRow:
+    """A number of `CacheStatistics`."""
+    return of_instance(kind, f"cache_{name}", about, f"cache.{name}")
 
 
-def by_tier(read: Callable[[TierStatistics], float | None]) -> Callable[..., Samples]:
-    """Reads a metric of each tier."""
-    return lambda stats: [((tier.name,), read(tier)) for tier in stats.cache.tiers]
+def of_tier(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
+    """A number of each tier."""
+    read, labels = attrgetter(field or name), ("tier",)
+    return MetricRow(
+        f"tier_{name}",
+        kind,
+        about,
+        lambda stats: [((tier.name,), read(tier)) for tier in stats.cache.tiers],
+        labels,
+    )
 
 
-def by_hop(read: Callable[[HopStatistics], float | None]) -> Callable[..., Samples]:
-    """Reads a metric of each pair of tiers between which blocks are copied."""
-    return lambda stats: [((hop.source, hop.target), read(hop)) for hop in stats.cache.hops]
+def of_store(kind: Kind, name: str, about: str) -> MetricRow:
+    """A number of each tier that a store process serves."""
+
+    def samples(stats: InstanceStatistics) -> Samples:
+        return [
+            ((tier.name,), getattr(tier.store, name))
+            for tier in stats.cache.tiers
+            if tier.store is not None
+        ]
+
+    return MetricRow(f"store_{name}", kind, about, samples, ("tier",))
 
 
-def by_name(read: Callable[[InstanceStatistics], dict[str, int]]) -> Callable[..., Samples]:
-    return lambda stats: [((name,), count) for name, count in read(stats).items()]
+def of_hop(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
+    """A number of each pair of tiers between which blocks are copied."""
+    read = attrgetter(field or name)
+    return MetricRow(
+        f"hop_{name}",
+        kind,
+        about,
+        lambda stats: [((hop.source, hop.target), read(hop)) for hop in stats.cache.hops],
+        ("source", "target"),
+    )
+
+
+def counts(kind: Kind, name: str, about: str, label: str, field: str) -> MetricRow:
+    """Numbers by name."""
+    read = attrgetter(field)
+    return MetricRow(
+        name, kind, about, lambda stats: [((key,), n) for key, n in read(stats).items()], (label,)
+    )
 
 
 STATES = ("running", "paused", "asleep", "without weights")
 """Of an instance."""
-_TIER = ("tier",)
-_HOP = ("source", "target")
+PHASES_NOW = ("waiting", "loading", "claiming", "running")
+
+
+def _phases(stats: InstanceStatistics) -> Samples:
+    return [((name,), getattr(stats, name)) for name in PHASES_NOW]
+
+
+def _states(stats: InstanceStatistics) -> Samples:
+    return [((name,), int(stats.state == name)) for name in STATES]
+
 
 METRICS = (
-    MetricRow(
-        "requests_now",
-        GAUGE,
-        "Answers by phase",
-        by_name(
-            lambda stats: {
-                "waiting": stats.waiting,
-                "loading": stats.loading,
-                "claiming": stats.claiming,
-                "running": stats.running,
-            }
-        ),
-        ("phase",),
-    ),
-    MetricRow(
-        "state",
-        GAUGE,
-        "1 for what an instance does now",
-        by_name(lambda stats: {name: int(stats.state == name) for name in STATES}),
-        ("state",),
-    ),
-    MetricRow("healthy", GAUGE, "1 if nothing is wrong", one(lambda stats: stats.health.ok)),
-    MetricRow(
-        "preemptions",
-        COUNTER,
-        "Answers that gave their blocks back",
-        one(lambda stats: stats.preemptions),
-    ),
-    MetricRow(
-        "handoffs",
-        COUNTER,
-        "Handoffs by how they ended",
-        by_name(lambda stats: stats.handoffs),
-        ("outcome",),
-    ),
-    MetricRow(
-        "handed_bytes",
-        COUNTER,
-        "Bytes of KV that were handed over, or taken in",
-        one(lambda stats: stats.handed_bytes),
-    ),
-    MetricRow(
-        "handed_seconds",
-        COUNTER,
-        "Time of handoffs that were delivered",
-        one(lambda stats: stats.handed_seconds),
-    ),
-    MetricRow(
-        "handed_parts_verified",
-        COUNTER,
-        "Parts of handoffs whose checksums agreed",
-        one(lambda stats: stats.handed_parts_verified),
-    ),
-    MetricRow(
-        "landing_bytes",
-        GAUGE,
-        "Memory of landing areas for handoffs, with retired ones",
-        one(lambda stats: stats.landing_bytes),
-    ),
+    MetricRow("requests_now", GAUGE, "Answers by phase", _phases, ("phase",)),
+    MetricRow("state", GAUGE, "1 for what an instance does now", _states, ("state",)),
+    of_instance(GAUGE, "healthy", "1 if nothing is wrong", "health.ok"),
+    of_instance(COUNTER, "preemptions", "Answers that gave their blocks back"),
+    counts(COUNTER, "handoffs", "Handoffs by how they ended", "outcome", "handoffs"),
+    of_instance(COUNTER, "handed_bytes", "Bytes of KV that were handed over, or taken in"),
+    of_instance(COUNTER, "handed_seconds", "Time of handoffs that were delivered"),
+    of_instance(COUNTER, "handed_parts_verified", "Parts of handoffs whose checksums agreed"),
+    of_instance(GAUGE, "landing_bytes", "Memory of landing areas for handoffs, with retired ones"),
     # The cache: requests.
-    MetricRow(
-        "cache_requests",
+    of_cache(COUNTER, "requests", "Requests that asked for their prefix"),
+    of_cache(COUNTER, "requests_refused", "Requests for which there was no room"),
+    counts(COUNTER, "cache_misses", "Requests by why no more was found", "why", "cache.misses"),
+    of_cache(COUNTER, "tokens_asked", "Prompt tokens that were asked for"),
+    of_cache(
         COUNTER,
-        "Requests that asked for their prefix",
-        one(lambda stats: stats.cache.requests),
-    ),
-    MetricRow(
-        "cache_requests_refused",
-        COUNTER,
-        "Requests for which there was no room",
-        one(lambda stats: stats.cache.requests_refused),
-    ),
-    MetricRow(
-        "cache_misses",
-        COUNTER,
-        "Requests by why no more was found",
-        by_name(lambda stats: stats.cache.misses),
-        ("why",),
-    ),
-    MetricRow(
-        "cache_tokens_asked",
-        COUNTER,
-        "Prompt tokens that were asked for",
-        one(lambda stats: stats.cache.tokens_asked),
-    ),
-    MetricRow(
-        "cache_tokens_not_delivered",
-        COUNTER,
+        "tokens_not_delivered",
         "Tokens found whose blocks could not be brought to the device",
-        one(lambda stats: stats.cache.tokens_not_delivered),
     ),
-    MetricRow(
-        "cache_tokens_computed_instead",
-        COUNTER,
-        "Tokens found, but quicker to compute than to load",
-        one(lambda stats: stats.cache.tokens_computed_instead),
+    of_cache(
+        COUNTER, "tokens_computed_instead", "Tokens found, but quicker to compute than to load"
     ),
-    MetricRow(
-        "cache_leases", GAUGE, "Requests that hold blocks", one(lambda stats: stats.cache.leases)
-    ),
-    MetricRow(
-        "cache_leases_lost",
-        COUNTER,
-        "Requests whose blocks were lost while they held them",
-        one(lambda stats: stats.cache.leases_lost),
-    ),
-    MetricRow("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda stats: stats.cache.pins)),
+    of_cache(GAUGE, "leases", "Requests that hold blocks"),
+    of_cache(COUNTER, "leases_lost", "Requests whose blocks were lost while they held them"),
+    of_cache(GAUGE, "pins", "Prefixes that are pinned"),
     # The cache: blocks.
-    MetricRow(
-        "cache_blocks_known",
-        GAUGE,
-        "Blocks in the index",
-        one(lambda stats: stats.cache.blocks_known),
-    ),
-    MetricRow(
-        "cache_blocks_hollow",
-        GAUGE,
-        "Blocks in the index without a copy, before cached ones",
-        one(lambda stats: stats.cache.blocks_hollow),
-    ),
-    MetricRow(
-        "cache_blocks_published",
+    of_cache(GAUGE, "blocks_known", "Blocks in the index"),
+    of_cache(GAUGE, "blocks_hollow", "Blocks in the index without a copy, before cached ones"),
+    of_cache(COUNTER, "blocks_published", "Blocks that became available to others"),
+    of_cache(COUNTER, "blocks_twinned", "Blocks that two requests computed at the same time"),
+    of_cache(COUNTER, "blocks_corrupt", "Blocks whose sums did not agree"),
+    of_cache(COUNTER, "blocks_missing", "Blocks that were asked for and that a store did not have"),
+    of_cache(COUNTER, "blocks_dropped_unsaved", "Blocks evicted before they were written down"),
+    of_cache(COUNTER, "saves_refused", "Blocks that no lower tier had room for"),
+    of_cache(
         COUNTER,
-        "Blocks that became available to others",
-        one(lambda stats: stats.cache.blocks_published),
-    ),
-    MetricRow(
-        "cache_blocks_twinned",
-        COUNTER,
-        "Blocks that two requests computed at the same time",
-        one(lambda stats: stats.cache.blocks_twinned),
-    ),
-    MetricRow(
-        "cache_blocks_corrupt",
-        COUNTER,
-        "Blocks whose sums did not agree",
-        one(lambda stats: stats.cache.blocks_corrupt),
-    ),
-    MetricRow(
-        "cache_blocks_missing",
-        COUNTER,
-        "Blocks that were asked for and that a store did not have",
-        one(lambda stats: stats.cache.blocks_missing),
-    ),
-    MetricRow(
-        "cache_blocks_dropped_unsaved",
-        COUNTER,
-        "Blocks evicted before they were written down",
-        one(lambda stats: stats.cache.blocks_dropped_unsaved),
-    ),
-    MetricRow(
-        "cache_saves_refused",
-        COUNTER,
-        "Blocks that no lower tier had room for",
-        one(lambda stats: stats.cache.saves_refused),
-    ),
-    MetricRow(
-        "cache_saves_skipped",
-        COUNTER,
+        "saves_skipped",
         "Blocks not written into a store because too many were on their way",
-        one(lambda stats: stats.cache.saves_skipped),
     ),
-    MetricRow(
-        "cache_blocks_let_go",
+    of_cache(COUNTER, "blocks_let_go", "Blocks that their request did not expect to be used again"),
+    of_cache(
         COUNTER,
-        "Blocks that their request did not expect to be used again",
-        one(lambda stats: stats.cache.blocks_let_go),
-    ),
-    MetricRow(
-        "cache_hints_refused",
-        COUNTER,
+        "hints_refused",
         "Blocks whose priority was not raised because their tenant had its share",
-        one(lambda stats: stats.cache.hints_refused),
     ),
     # The cache: copies.
-    MetricRow(
-        "cache_operations_started",
+    of_cache(COUNTER, "operations_started", "Copies that were begun"),
+    counts(
         COUNTER,
-        "Copies that were begun",
-        one(lambda stats: stats.cache.operations_started),
-    ),
-    MetricRow(
         "cache_operations_ended",
-        COUNTER,
         "Copies by how they ended",
-        by_name(lambda stats: stats.cache.operations_ended),
-        ("outcome",),
+        "outcome",
+        "cache.operations_ended",
     ),
-    MetricRow(
-        "cache_operations_running",
-        GAUGE,
-        "Copies under way",
-        one(lambda stats: stats.cache.operations_running),
-    ),
-    MetricRow(
-        "cache_operations_ending",
-        GAUGE,
-        "Copies given up whose slots may still be written to",
-        one(lambda stats: stats.cache.operations_ending),
-    ),
-    MetricRow(
-        "cache_reports_late",
-        COUNTER,
-        "Reports of ranks on copies that had ended",
-        one(lambda stats: stats.cache.reports_late),
-    ),
-    MetricRow(
-        "cache_reports_lost",
-        COUNTER,
-        "Reports of ranks that never came",
-        one(lambda stats: stats.cache.reports_lost),
-    ),
+    of_cache(GAUGE, "operations_running", "Copies under way"),
+    of_cache(GAUGE, "operations_ending", "Copies given up whose slots may still be written to"),
+    of_cache(COUNTER, "reports_late", "Reports of ranks on copies that had ended"),
+    of_cache(COUNTER, "reports_lost", "Reports of ranks that never came"),
     # What decides between loading and computing; absent while nothing was measured.
-    MetricRow(
+    of_instance(
+        GAUGE,
         "prefill_tokens_per_second",
-        GAUGE,
         "Moving median of the speeds that the engine reported",
-        one(lambda stats: stats.cache.prefill_tokens_per_s),
+        "cache.prefill_tokens_per_s",
     ),
-    MetricRow(
-        "hop_tokens_per_second",
-        GAUGE,
-        "Moving median of a hop",
-        by_hop(lambda hop: hop.tokens_per_s),
-        _HOP,
-    ),
-    MetricRow(
-        "hop_bytes_per_second",
-        GAUGE,
-        "The same in bytes, on each rank",
-        by_hop(lambda hop: hop.bytes_per_s),
-        _HOP,
-    ),
-    MetricRow(
-        "hop_blocks_queued",
-        GAUGE,
-        "Blocks asked for that have not arrived",
-        by_hop(lambda hop: hop.blocks_queued),
-        _HOP,
-    ),
-    MetricRow(
-        "hop_blocks_copied",
-        COUNTER,
-        "Blocks that have arrived",
-        by_hop(lambda hop: hop.blocks_copied),
-        _HOP,
-    ),
-    MetricRow(
-        "hop_bytes_copied",
-        COUNTER,
-        "Their bytes, on each rank",
-        by_hop(lambda hop: hop.bytes_copied),
-        _HOP,
-    ),
+    of_hop(GAUGE, "tokens_per_second", "Moving median of a hop", "tokens_per_s"),
+    of_hop(GAUGE, "bytes_per_second", "The same in bytes, on each rank", "bytes_per_s"),
+    of_hop(GAUGE, "blocks_queued", "Blocks asked for that have not arrived"),
+    of_hop(COUNTER, "blocks_copied", "Blocks that have arrived"),
+    of_hop(COUNTER, "bytes_copied", "Their bytes, on each rank"),
     # Tiers.
-    MetricRow("tier_on", GAUGE, "1 if the tier is used", by_tier(lambda tier: tier.on), _TIER),
-    MetricRow("tier_slots", GAUGE, "Slots of a tier", by_tier(lambda tier: tier.slots), _TIER),
-    MetricRow("tier_free", GAUGE, "Slots without a block", by_tier(lambda tier: tier.free), _TIER),
-    MetricRow(
-        "tier_filling",
+    of_tier(GAUGE, "on", "1 if the tier is used"),
+    of_tier(GAUGE, "slots", "Slots of a tier"),
+    of_tier(GAUGE, "free", "Slots without a block"),
+    of_tier(GAUGE, "filling", "Slots whose block is being written"),
+    of_tier(GAUGE, "ready", "Blocks that can be found"),
+    of_tier(GAUGE, "leaving", "Slots whose block is being written down before eviction"),
+    of_tier(GAUGE, "doomed", "Slots that cannot be reused yet: something may still write to them"),
+    of_tier(GAUGE, "closing", "Slots in use that a smaller tier has too many"),
+    of_tier(GAUGE, "held", "Blocks in use"),
+    of_tier(COUNTER, "tokens_cached", "Tokens found here"),
+    of_tier(COUNTER, "blocks_evicted", "Copies that made room"),
+    of_tier(COUNTER, "blocks_refused", "Blocks not written here, for what lies here is worth more"),
+    of_tier(
         GAUGE,
-        "Slots whose block is being written",
-        by_tier(lambda tier: tier.filling),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_ready", GAUGE, "Blocks that can be found", by_tier(lambda tier: tier.ready), _TIER
-    ),
-    MetricRow(
-        "tier_leaving",
-        GAUGE,
-        "Slots whose block is being written down before eviction",
-        by_tier(lambda tier: tier.leaving),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_doomed",
-        GAUGE,
-        "Slots that cannot be reused yet: something may still write to them",
-        by_tier(lambda tier: tier.doomed),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_closing",
-        GAUGE,
-        "Slots in use that a smaller tier has too many",
-        by_tier(lambda tier: tier.closing),
-        _TIER,
-    ),
-    MetricRow("tier_held", GAUGE, "Blocks in use", by_tier(lambda tier: tier.held), _TIER),
-    MetricRow(
-        "tier_tokens_cached",
-        COUNTER,
-        "Tokens found here",
-        by_tier(lambda tier: tier.tokens_cached),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_blocks_evicted",
-        COUNTER,
-        "Copies that made room",
-        by_tier(lambda tier: tier.blocks_evicted),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_blocks_refused",
-        COUNTER,
-        "Blocks not written here, for what lies here is worth more",
-        by_tier(lambda tier: tier.blocks_refused),
-        _TIER,
-    ),
-    MetricRow(
-        "tier_saves_waiting",
-        GAUGE,
+        "saves_waiting",
         "Blocks that the tier missed while it was off, and that are written when it is on",
-        by_tier(lambda tier: tier.saves_waiting),
-        _TIER,
     ),
-    MetricRow(
-        "tier_saves_dropped",
-        COUNTER,
-        "Blocks that left host memory before they could be written here",
-        by_tier(lambda tier: tier.saves_dropped),
-        _TIER,
+    of_tier(
+        COUNTER, "saves_dropped", "Blocks that left host memory before they could be written here"
     ),
-    MetricRow(
-        "tier_ready_seconds",
+    of_tier(
         GAUGE,
+        "ready_seconds",
         "Until its memory could be used, when it was opened, on the slowest rank",
-        by_tier(lambda tier: tier.ready_s),
-        _TIER,
+        "ready_s",
     ),
-    MetricRow(
-        "store_recovered",
-        GAUGE,
-        "Share of what was there at the start of the store that is known",
-        by_store(lambda store: store.recovered),
-        _TIER,
-    ),
-    MetricRow(
-        "store_blocks",
-        GAUGE,
-        "Blocks in the tier, of all engines, on each rank",
-        by_store(lambda store: store.blocks),
-        _TIER,
-    ),
-    MetricRow(
-        "store_block_bytes",
-        GAUGE,
-        "Bytes of those blocks, as they are stored",
-        by_store(lambda store: store.block_bytes),
-        _TIER,
-    ),
-    MetricRow(
-        "store_capacity_bytes",
-        GAUGE,
-        "Room of the tier",
-        by_store(lambda store: store.capacity_bytes),
-        _TIER,
-    ),
-    MetricRow(
-        "store_saves_dropped",
+    of_store(GAUGE, "recovered", "Share of what was there at the start of the store that is known"),
+    of_store(GAUGE, "blocks", "Blocks in the tier, of all engines, on each rank"),
+    of_store(GAUGE, "block_bytes", "Bytes of those blocks, as they are stored"),
+    of_store(GAUGE, "capacity_bytes", "Room of the tier"),
+    of_store(COUNTER, "saves_dropped", "Blocks not written because the tier was too slow"),
+    of_store(COUNTER, "blocks_corrupt", "Blocks that failed their sums when they were read"),
+    of_store(COUNTER, "blocks_reclaimed", "Blocks given up to make room"),
+    of_store(
         COUNTER,
-        "Blocks not written because the tier was too slow",
-        by_store(lambda store: store.saves_dropped),
-        _TIER,
-    ),
-    MetricRow(
-        "store_blocks_corrupt",
-        COUNTER,
-        "Blocks that failed their sums when they were read",
-        by_store(lambda store: store.blocks_corrupt),
-        _TIER,
-    ),
-    MetricRow(
-        "store_blocks_reclaimed",
-        COUNTER,
-        "Blocks given up to make room",
-        by_store(lambda store: store.blocks_reclaimed),
-        _TIER,
-    ),
-    MetricRow(
-        "store_generations_lost",
-        COUNTER,
+        "generations_lost",
         "Times that the record of resets was lost or out of date, which voids all blocks",
-        by_store(lambda store: store.generations_lost),
-        _TIER,
     ),
-    MetricRow(
-        "store_reset_confirmed",
-        GAUGE,
-        "0 while a reset of this engine would be lost with its process",
-        by_store(lambda store: int(store.reset_confirmed)),
-        _TIER,
+    of_store(
+        GAUGE, "reset_confirmed", "0 while a reset of this engine would be lost with its process"
     ),
 )
 """What every instance reports."""
