@@ -12,8 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
-from penstock_serve.observe.metrics import COUNTER, METRICS, ServerMetrics
-from penstock_serve.observe.router_metrics import RouterMetrics, ServerNumbers
+from penstock_serve.observe.metrics import (
+    COUNTER,
+    METRICS,
+    RouterMetrics,
+    ServerMetrics,
+    ServerNumbers,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

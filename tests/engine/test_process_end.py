@@ -12,7 +12,7 @@ def test_a_process_that_leaves_makes_its_callbacks_and_writes_what_it_printed() 
     """`leave` calls a private function of the interpreter: this fails where it is missing."""
     program = (
         "import atexit, sys\n"
-        "from penstock_serve.engine.process_end import leave\n"
+        "from penstock_serve.engine.process_life import leave\n"
         "class Never:\n"
         "    def __del__(self): print('taken apart')\n"
         "kept = Never()\n"

@@ -73,7 +73,7 @@ def test_a_process_that_gives_up_ends_even_inside_a_call_that_does_not() -> None
     # `pause` stands for a call of CUDA: no Python code runs until it returns, which it does not.
     program = (
         "import ctypes\n"
-        "from penstock_serve.engine.process_end import end_within\n"
+        "from penstock_serve.engine.process_life import end_within\n"
         "end_within(0.2)\n"
         "ctypes.CDLL(None).pause()\n"
     )

@@ -10,8 +10,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock_serve.loadtest.exchange import Failure, StreamedAnswer, StreamUsage
-from penstock_serve.loadtest.page import load_page
-from penstock_serve.loadtest.report import LoadContext, describe_runs, load_report, read_report
+from penstock_serve.loadtest.report import (
+    LoadContext,
+    describe_runs,
+    load_page,
+    load_report,
+    read_report,
+)
 from penstock_serve.loadtest.runner import SentRequest
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from penstock.machine.statistics import (
     StoreStatistics,
     TierStatistics,
 )
-from penstock_serve.observe.metrics import COUNTER, METRICS, ServerMetrics
-from penstock_serve.observe.router_metrics import RouterMetrics
-from penstock_serve.observe.statistics import InstanceStatistics
+from penstock_serve.observe.live import InstanceStatistics
+from penstock_serve.observe.metrics import COUNTER, METRICS, RouterMetrics, ServerMetrics
 from penstock_serve.observe.traffic import PHASES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")

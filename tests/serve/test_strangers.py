@@ -17,7 +17,7 @@ from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import ChannelSettings, connect
-from penstock_serve.server.role_secret import secret_between
+from penstock_serve.server.plan import secret_between
 from tests.serve.conftest import SOON_S, STATE, Running, command, descendants, serving
 from tests.serve.test_roles import SIZES
 from tests.transport.hostile import Place, bound_by, storm

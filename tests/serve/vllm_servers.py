@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from penstock.config.addresses import UNIX
-from penstock_serve.observe.router_metrics import RouterMetrics
+from penstock_serve.observe.metrics import RouterMetrics
 from penstock_serve.server.access_log import AccessLog
 from penstock_serve.server.guard import Guard
 from penstock_serve.server.http import HttpServer

@@ -35,8 +35,13 @@ from penstock_serve.loadtest.context import (
     fit_profile,
     fits,
 )
-from penstock_serve.loadtest.page import load_page
-from penstock_serve.loadtest.report import LoadContext, describe_runs, load_report, read_report
+from penstock_serve.loadtest.report import (
+    LoadContext,
+    describe_runs,
+    load_page,
+    load_report,
+    read_report,
+)
 from penstock_serve.loadtest.workloads import PROFILES, TraceSettings, from_trace, generate
 
 if TYPE_CHECKING:

@@ -21,9 +21,15 @@ import penstock
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.toolkit import keeper, set_up_logs
 from penstock_serve.engine.handoffs import RankHandoffs
-from penstock_serve.engine.life_report import WRONG_SETTING, report_problem, report_ready
 from penstock_serve.engine.peers import peers_of
-from penstock_serve.engine.process_end import GIVE_UP_S, end_within, leave
+from penstock_serve.engine.process_life import (
+    GIVE_UP_S,
+    WRONG_SETTING,
+    end_within,
+    leave,
+    report_problem,
+    report_ready,
+)
 from penstock_serve.engine.remote_workers import RankLoading, encode, join, serve_rank
 from penstock_serve.engine.spec import RankSpec, read_sealed
 from penstock_serve.engine.worker import load_rank

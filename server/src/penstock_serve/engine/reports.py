@@ -12,7 +12,7 @@ import msgspec
 
 from penstock import DType
 from penstock_serve.engine.requests import Phase
-from penstock_serve.observe.statistics import InstanceStatistics
+from penstock_serve.observe.live import InstanceStatistics
 
 if TYPE_CHECKING:
     from penstock_serve.engine.architecture import Architecture

@@ -1,6 +1,12 @@
-"""What a server says about itself at one moment: the document behind its page, `status` and `top`.
+"""What instances and servers say about themselves at one moment.
 
-`GET /live` answers with one of these as JSON; `GET /live/events` sends one a second.
+| document                                 | who shows it                                          |
+|------------------------------------------|-------------------------------------------------------|
+| `InstanceStatistics`                     | `/cache`; `/metrics` is made from it                  |
+| `ServerLive`, `RouterLive`, …            | the live page, `penstock status` and `penstock top`:  |
+|                                          | `GET /live` as JSON, `GET /live/events` once a second |
+
+The cache's part, `CacheStatistics`, is defined in `machine/statistics.py`, where it is counted.
 """
 
 from __future__ import annotations
@@ -9,8 +15,40 @@ from typing import Literal
 
 import msgspec
 
-# msgspec reads the annotations, so this import must be real.
+# msgspec reads the annotations when documents arrive, so these imports must be real.
+from penstock import CacheStatistics, Health  # noqa: TC001
 from penstock_serve.observe.traffic import SliceReport, TrafficReport  # noqa: TC001
+
+
+class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance at one moment; counts are those since it started."""
+
+    instance: str
+    """Its name."""
+    role: str
+    state: str
+    """`running`, `paused`, `asleep`, or `without weights` after a load that failed."""
+    weights_version: str
+    cache: CacheStatistics
+    health: Health
+    waiting: int
+    """Answers by phase: these and the next three."""
+    loading: int
+    running: int
+    claiming: int
+    preemptions: int
+    """Answers that gave their blocks back for a more urgent one, to continue later."""
+    handoffs: dict[str, int]
+    """Handoffs by how they ended."""
+    handed_bytes: int
+    handed_seconds: float
+    """The time of handoffs that were delivered, all together."""
+    handed_parts_verified: int
+    """Parts of handoffs that were received and whose checksums agreed."""
+    landing_bytes: int
+    """Memory that other instances may write handoffs into, or may still write into."""
+    token_bytes: int
+    """The KV of one token, over all layers and ranks."""
 
 
 class LiveHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
-"""Every Prometheus metric of `penstock serve`: a new one is a row in `METRICS`.
+"""Every Prometheus metric of `penstock serve` and `penstock router`.
 
 | what is measured            | is counted in                        | becomes a metric in      |
 |-----------------------------|--------------------------------------|--------------------------|
 | what an instance's cache did | `machine/books.py`, `statistics.py`  | a row of `METRICS`       |
-| an engine's requests         | `observe/statistics.py`              | a row of `METRICS`       |
+| an engine's requests         | `observe/live.py`                    | a row of `METRICS`       |
 | what the server saw itself   | `ServerMetrics`, where it passes     | a field of `ServerMetrics` |
+| what the router saw          | `RouterMetrics`, where it passes     | a field of `RouterMetrics` |
 
 Instances report `InstanceStatistics`, which `/cache` shows as well, so both pages agree.
 `tests/observe/test_metrics.py` requires that every number of the statistics has a row here and
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from penstock_serve.observe.statistics import InstanceStatistics
+    from penstock_serve.observe.live import InstanceStatistics
 
 COUNTER = CounterMetricFamily
 """Only grows; its name on the page ends with `_total`."""
@@ -41,8 +42,6 @@ BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 Samples: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
 """Values of further labels, and the number; `None` where nothing was measured."""
-
-
 Kind: TypeAlias = "type[CounterMetricFamily | GaugeMetricFamily]"
 
 
@@ -341,3 +340,99 @@ class _Instances:
                     if value is not None:
                         family.add_metric([stats.instance, *labels], value)
             yield family
+
+
+class ServerNumbers(NamedTuple):
+    """What the router knows of a server now."""
+
+    name: str
+    role: str
+    is_up: bool
+    load: int
+
+
+class RouterMetrics:
+    """What a router has seen, and the page of all its metrics."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        """The last requests, for those who look at the router; on no page of metrics."""
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "penstock_router_requests",
+            "Requests sent to servers, by how they ended",
+            ["server", "role", "outcome"],
+            registry=self._registry,
+        )
+        self.prompts = Counter(
+            "penstock_router_prompts",
+            "Answers that began, by the role that computed the prompt",
+            ["by"],
+            registry=self._registry,
+        )
+        self.retries = Counter(
+            "penstock_router_retries",
+            "Requests sent to another server of a role, since one failed",
+            ["role"],
+            registry=self._registry,
+        )
+        self.first_token_s = Histogram(
+            "penstock_router_first_token_seconds",
+            "From the request to its first event, or to the whole answer",
+            buckets=FIRST_TOKEN_S,
+            registry=self._registry,
+        )
+
+        self.http_responses = http_responses("penstock_router_http_responses", self._registry)
+        add_build_info(self._registry)
+
+    def count_response(self, endpoint: str, status: int) -> None:
+        """An HTTP response has ended."""
+        self.http_responses.labels(endpoint, str(status)).inc()
+
+    def count(self, server: str, role: str, outcome: str) -> None:
+        """A request to a server has ended."""
+        self.requests.labels(server, role, outcome).inc()
+
+    @property
+    def prompts_by_role(self) -> dict[str, int]:
+        """Answers that began, by the role that computed the prompt."""
+        return _values(self.prompts, "by")
+
+    @property
+    def retry_count(self) -> int:
+        """Requests that were sent to another server of a role."""
+        return sum(_values(self.retries, "role").values())
+
+    def text(self, servers: Sequence[ServerNumbers]) -> bytes:
+        """All metrics in Prometheus' text format."""
+        now = CollectorRegistry()
+        now.register(_Servers(servers))
+        return generate_latest(self._registry) + generate_latest(now)
+
+
+def _values(counter: Counter, label: str) -> dict[str, int]:
+    """The values of a counter with one label."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    return {
+        sample.labels[label]: int(sample.value)
+        for sample in samples
+        if sample.name.endswith("_total")
+    }
+
+
+class _Servers:
+    """What is known of the servers, as a collector."""
+
+    def __init__(self, servers: Sequence[ServerNumbers]) -> None:
+        self._servers = servers
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["server", "role"]
+        up = GaugeMetricFamily("penstock_router_server_up", "1 if it is used", labels=labels)
+        now = GaugeMetricFamily("penstock_router_requests_now", "Requests in hand", labels=labels)
+        for each in self._servers:
+            up.add_metric([each.name, each.role], int(each.is_up))
+            now.add_metric([each.name, each.role], each.load)
+        yield up
+        yield now

@@ -2,20 +2,30 @@
 
 The one rule: whatever would fail in an instance fails here first, with one line, before any process
 is started.
+
+What the roles of several commands share, to authenticate each other:
+
+| where the other roles are      | what they share                                            |
+|--------------------------------|------------------------------------------------------------|
+| on the loopback interface      | a secret of this user, created at the first start          |
+| anywhere, with a `keys_file`   | each other's public keys                                   |
+
+Without keys, no role is off the loopback interface.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock import DType
-from penstock.config import Config, EngineTable, ServeTable, parse_config
-from penstock.errors import ConfigError, counted
-from penstock.toolkit import is_loopback
+from penstock import DType, MachineKeys
+from penstock.config import Config, EngineTable, ServeTable, parse_config, require_address
+from penstock.errors import ConfigError, UnavailableError, counted
+from penstock.toolkit import SECRET_BYTES_MIN, is_local, is_loopback, read_private
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.defaults import (
     config_of,
@@ -27,7 +37,6 @@ from penstock_serve.engine.defaults import (
 from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.spec import InstanceRole, InstanceSpec
 from penstock_serve.server.guard import require_usable_options
-from penstock_serve.server.role_secret import MAKE_KEYS, secret_between
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,11 +149,16 @@ def _key_of(options: ServeOptions) -> dict[str, str | None]:
     return {"api_key": options.api_key or "", "api_key_file": options.api_key_file or ""}
 
 
+def _tables(config: Config) -> tuple[EngineTable, ServeTable]:
+    """The tables that every settled configuration has."""
+    assert config.engine is not None
+    assert config.serve is not None
+    return config.engine, config.serve
+
+
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
     """The instances that this command starts."""
-    serve = config.serve
-    assert serve is not None
-    assert config.engine is not None
+    _, serve = _tables(config)
     roles = _roles(config)
     # If each of several processes had a thread on every core, they would slow each other down.
     config = _threaded(config, sum(_ranks_of(config, role) for role in roles) or 1)
@@ -165,9 +179,7 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
 
 def _roles(config: Config) -> list[InstanceRole]:
     """The role of each instance that this command starts."""
-    engine, serve = config.engine, config.serve
-    assert engine is not None
-    assert serve is not None
+    engine, serve = _tables(config)
     if engine.role == ROUTER:
         return []
     if engine.role in _ALONE:
@@ -182,14 +194,13 @@ def _roles(config: Config) -> list[InstanceRole]:
 
 def _threaded(config: Config, ranks: int) -> Config:
     """Sets the torch threads of each rank: together about one on each core."""
-    assert config.engine is not None
+    engine, _ = _tables(config)
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
+    return replace(config, engine=replace(engine, threads=engine.threads or threads))
 
 
 def _ranks_of(config: Config, role: InstanceRole) -> int:
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     if role is InstanceRole.BOTH:
         return config.cache.rank_count
     return engine.prefill_tp if role is InstanceRole.PREFILL else engine.decode_tp
@@ -201,8 +212,7 @@ def secrets_of(config: Config) -> tuple[Secret, Secret]:
     Raises `ConfigError`: `serve.keys_file` cannot be used; `UnavailableError`: the secret of this
     user can be neither read nor created.
     """
-    serve = config.serve
-    assert serve is not None
+    _, serve = _tables(config)
     if not serve.router:
         return b"", b""
     return secret_between(serve, {"serve.router": serve.router}), secret_between(serve, {})
@@ -211,9 +221,7 @@ def secrets_of(config: Config) -> tuple[Secret, Secret]:
 def _instance(
     config: Config, name: str, role: InstanceRole, *, hands_over: bool, first_gpu: int
 ) -> InstanceSpec:
-    engine = config.engine
-    assert engine is not None
-    assert config.serve is not None
+    engine, serve = _tables(config)
     ranks = _ranks_of(config, role)
     # Without the API key, which instances do not need.
     cache = replace(config.cache, rank_count=ranks)
@@ -223,16 +231,16 @@ def _instance(
         model=engine.model or None,
         digest=find_model(engine.model or None).weights_version(),
         config=given,
-        server=config.serve.router,
-        joins=bool(config.serve.router),
+        server=serve.router,
+        joins=bool(serve.router),
         # Where the server belongs to this command, it has drained before instances are stopped.
-        drain_s=config.serve.drain_s if config.serve.router else 0.0,
-        silence_s=config.serve.silence_s,
+        drain_s=serve.drain_s if serve.router else 0.0,
+        silence_s=serve.silence_s,
         ranks=ranks,
         role=role,
         hands_over=hands_over,
         handoff_host=engine.handoff_host,
-        ports=config.serve.ports,
+        ports=serve.ports,
         dtype=engine.dtype,
         device=engine.device,
         first_gpu=first_gpu,
@@ -241,8 +249,8 @@ def _instance(
         step_requests=engine.step_requests,
         waiting_max=engine.waiting_max,
         threads=engine.threads,
-        log_level=config.serve.log_level,
-        log_json=config.serve.log_json,
+        log_level=serve.log_level,
+        log_json=serve.log_json,
     )
 
 
@@ -283,8 +291,7 @@ def _with_disk(
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     config.namespace()  # A salt that cannot be read is told here, before anything is started.
     _require_role(config)
     for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
@@ -298,8 +305,7 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
 
 def _require_handoff(config: Config, architecture: Architecture) -> None:
     """Checks that a block of one layer, as it travels between two ranks, fits a berth."""
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     if not engine.prefill_tp:
         return
     bounds = handoff_settings(config, engine.device).bounds
@@ -315,8 +321,7 @@ def _require_handoff(config: Config, architecture: Architecture) -> None:
 
 def _require_device(config: Config) -> None:
     """Checks that the GPUs exist: each rank of an instance has one, which instances may share."""
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     device = engine.device
     if device == "cpu" or engine.role == ROUTER:
         return
@@ -341,8 +346,7 @@ def _gpu_count() -> int:
 
 def _first_gpus(config: Config, roles: Sequence[InstanceRole]) -> list[int]:
     """The first GPU of each instance: GPUs of their own, if there are enough for all roles."""
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     ranks = [_ranks_of(config, role) for role in roles]
     if engine.device != "cuda" or not engine.prefill_tp or sum(ranks) > _gpu_count():
         return [0] * len(roles)
@@ -350,8 +354,7 @@ def _first_gpus(config: Config, roles: Sequence[InstanceRole]) -> list[int]:
 
 
 def _require_memory(config: Config, architecture: Architecture) -> None:
-    engine = config.engine
-    assert engine is not None
+    engine, _ = _tables(config)
     if engine.device != "cpu" or engine.role == ROUTER:
         return
     require_memory(config, architecture, dtype=engine.dtype, instances=len(_roles(config)))
@@ -359,9 +362,7 @@ def _require_memory(config: Config, architecture: Architecture) -> None:
 
 def _require_role(config: Config) -> None:
     """A command that does not start all roles needs the router of the others."""
-    engine, serve = config.engine, config.serve
-    assert engine is not None
-    assert serve is not None
+    engine, serve = _tables(config)
     if engine.role != InstanceRole.BOTH.value and not serve.router:
         raise ConfigError(
             "serve.router",
@@ -388,3 +389,86 @@ def _require_role(config: Config) -> None:
             "is '', must be a file with the keys of the machines for engine.handoff_host "
             f"{engine.handoff_host!r}, which is not on the loopback interface: {MAKE_KEYS}",
         )
+
+
+SECRET_BYTES = 32
+SECRET_BYTES_MAX = 4096
+MAKE_KEYS = "make one with `penstock keys new FILE` and give it with --keys-file"
+
+
+def secret_between(serve: ServeTable, addresses: Mapping[str, str]) -> Secret:
+    """What the roles at these addresses share.
+
+    Raises `ConfigError`: an address needs keys that are not there, or the file cannot be used;
+    `UnavailableError`: the secret of this user can be neither read nor created.
+    """
+    for key, address in addresses.items():
+        require_address(key, address)
+        if not serve.keys_file and not is_local(address):
+            raise ConfigError(
+                "serve.keys_file",
+                f"is '', must be a file with the keys of the machines for {key} {address!r}, "
+                f"which is not on the loopback interface: {MAKE_KEYS}",
+            )
+    if not serve.keys_file:
+        return _own_secret()
+    keys = _read_keys(serve.keys_file)
+    for address in addresses.values():
+        try:
+            keys.key_of(address)
+        except UnavailableError as error:
+            raise ConfigError("serve.keys_file", f"is {serve.keys_file!r}: {error}") from error
+    return keys
+
+
+def _read_keys(file: str) -> MachineKeys:
+    try:
+        return MachineKeys.read(Path(file).expanduser())
+    except OSError as error:
+        raise ConfigError(
+            "serve.keys_file", f"is {file!r}, must be a file with keys: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError("serve.keys_file", f"is {file!r}: {error}") from error
+
+
+def own_secret_path() -> Path:
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
+    return folder / "penstock" / "secret"
+
+
+def _own_secret() -> bytes:
+    try:
+        path = own_secret_path()
+        if not path.exists():
+            _make(path)
+        return _read(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(
+            f"the secret by which roles on this machine know each other cannot be had: {error}; "
+            f"or {MAKE_KEYS}"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    secret = read_private(path, bytes_max=SECRET_BYTES_MAX).strip()
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ValueError(f"{path} has {len(secret)} bytes, must have at least {SECRET_BYTES_MIN}")
+    return secret
+
+
+def _make(path: Path) -> None:
+    """Writes a new secret atomically, unless another command was quicker."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return
+    finally:
+        temporary.unlink()

@@ -34,9 +34,9 @@ from penstock.toolkit import (
     private_address,
     private_folder,
 )
-from penstock_serve.engine.life_report import WRONG_SETTING, make_report, read_report
+from penstock_serve.engine.process_life import WRONG_SETTING, make_report, read_report
 from penstock_serve.engine.spec import InstanceRole, RankSpec, sealed
-from penstock_serve.server.role_secret import SECRET_BYTES
+from penstock_serve.server.plan import SECRET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock import BlocksRemoved, BlocksStored
 from penstock.config import RoutingTable
 from penstock_serve.engine.messages import (
     Abort,
@@ -33,7 +34,6 @@ from penstock_serve.engine.messages import (
     StopAnswer,
     TokenProgress,
 )
-from penstock_serve.server.cached_blocks import CachedBlocks, PromptKeys
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.pairs import PairTable
 from penstock_serve.server.request_gate import RequestGate
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from penstock import KvEvent
-    from penstock.toolkit import Recorder
+    from penstock.config import Config, ModelSettings
+    from penstock.toolkit import Key, Recorder
     from penstock_serve.engine import messages as ms
     from penstock_serve.engine.messages import RoleName
 
@@ -514,3 +515,79 @@ def is_usable(link: InstanceLink) -> bool:
 
 def _ignore_ready(_link: InstanceLink) -> None:
     pass
+
+
+class PromptKeys:
+    """The keys of one prompt, as instances compute them: once for all with equal settings."""
+
+    def __init__(self, submit: ms.Submit) -> None:
+        self._submit = submit
+        self.token_count = len(submit.prompt)
+        self._named: dict[tuple[ModelSettings, int, str, str], list[Key]] = {}
+
+    @property
+    def reuses(self) -> bool:
+        """Whether cached blocks may be used for it."""
+        return self._submit.reuse and not self.scored
+
+    @property
+    def affinity(self) -> tuple[str, str] | None:
+        """What it has in common with requests that should go to the same instance."""
+        key = self._submit.cache_key
+        return (self._submit.tenant, key) if key else None
+
+    @property
+    def scored(self) -> bool:
+        """Whether its log-probabilities are wanted: a handoff brings KV without logits."""
+        return self._submit.scores_prompt
+
+    def under(self, config: Config) -> list[Key]:
+        """The keys in an instance with this configuration."""
+        naming = (config.model, config.cache.block_tokens, config.hash, config.salt)
+        if naming not in self._named:
+            chain = config.key_chain(tenant=self._submit.tenant)
+            chain.extend(self._submit.prompt)
+            self._named[naming] = chain.keys
+        return self._named[naming]
+
+
+class CachedBlocks:
+    """The blocks that one instance has cached, in any tier, by its KV events.
+
+    Events may be late, so this is an estimate: an instance has the last word on what it has.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._tiers_of: dict[bytes, set[str]] = {}
+
+    def take(self, events: list[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlocksStored):
+                for key in event.keys:
+                    self._tiers_of.setdefault(key, set()).add(event.tier)
+            elif isinstance(event, BlocksRemoved):
+                for key in event.keys:
+                    self._remove(key, event.tier)
+            else:
+                self._tiers_of.clear()
+
+    def change_weights(self, version: str) -> None:
+        """From now on keys are computed with this version of the weights."""
+        model = replace(self.config.model, weights_version=version)
+        self.config = replace(self.config, model=model)
+
+    def leading(self, prompt: PromptKeys) -> int:
+        """The number of leading blocks of a prompt that are cached."""
+        keys = prompt.under(self.config) if prompt.reuses else []
+        for position, key in enumerate(keys):
+            if key not in self._tiers_of:
+                return position
+        return len(keys)
+
+    def _remove(self, key: bytes, tier: str) -> None:
+        tiers = self._tiers_of.get(key)
+        if tiers is not None:
+            tiers.discard(tier)
+            if not tiers:
+                del self._tiers_of[key]

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from penstock import StopSignal, __version__
 from penstock_serve.observe.live import RoutedServer, RouterLive, health_of
-from penstock_serve.observe.router_metrics import RouterMetrics, ServerNumbers
+from penstock_serve.observe.metrics import RouterMetrics, ServerNumbers
 from penstock_serve.observe.traffic import HANDED
 from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog, name_request, note_failure, note_tokens

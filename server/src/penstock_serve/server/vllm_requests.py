@@ -20,8 +20,7 @@ import msgspec
 
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.openai_requests import read_cache_key, read_request_hints
-from penstock_serve.server.prompt_prefixes import chunks_of
-from penstock_serve.server.vllm_server import VllmRequest
+from penstock_serve.server.vllm_server import VllmRequest, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +77,7 @@ class PromptRequest:
     fields: Fields | None
     """The fields of the body; `None` if it is no JSON object."""
     chunks: list[bytes]
-    """The names of the prompt's beginnings, see `prompt_prefixes`."""
+    """The names of the prompt's beginnings, see `PromptMemory`."""
     may_hand_over: bool
     """Whether another server can compute the prompt for the one that answers."""
     hints: dict[str, float] = field(default_factory=dict)

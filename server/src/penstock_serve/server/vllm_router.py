@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import RoutingTable
-from penstock_serve.server.prompt_prefixes import BLOCKS_A_CHUNK
 from penstock_serve.server.vllm_requests import read_computed, relayed
 from penstock_serve.server.vllm_server import (
+    BLOCKS_A_CHUNK,
     FailureVerdict,
     VllmFailure,
     VllmRequest,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from penstock_serve.observe.router_metrics import RouterMetrics
+    from penstock_serve.observe.metrics import RouterMetrics
     from penstock_serve.server.vllm_requests import PromptRequest
     from penstock_serve.server.vllm_server import Headers, ServerUrl, VllmAnswer
 
