@@ -68,7 +68,6 @@ FAULT_KINDS: tuple[str, ...] = (
     "tier back with its bytes",
     "tier off, fenced",
     "tier off, not fenced",
-    "tier resized",
     "write after the copy was given up",
 )
 

@@ -6,7 +6,6 @@ trouble is put on the agenda when it begins; `mend` brings the rest to an end.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +16,7 @@ from lab.sim.weather import AMPLE_SLOTS
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
-from penstock.errors import ConfigError, LeaseError, UnavailableError
+from penstock.errors import LeaseError, UnavailableError
 from penstock.machine import events as ev
 from penstock.vocabulary.ids import LeaseId, OperationId, PinId
 
@@ -46,7 +45,6 @@ class Storm:
                 (weather.reset, self._reset),
                 (weather.misuse, self._misuse),
                 (weather.discover, self._discover),
-                (weather.resize, self._resize),
                 (weather.sleep, self._sleep),
                 (0.0 if weather.store is None else weather.store.death, self._store_dies),
                 (0.0 if weather.store is None else weather.store.full, self._store_full),
@@ -84,7 +82,6 @@ class Storm:
         for tier in sorted(ranks.off):
             self._tier_on(tier)
         ranks.recover()
-        self._restore_sizes()
 
     # ---------------------------------------------------------------- ranks
 
@@ -124,36 +121,6 @@ class Storm:
         world.send(ev.RankBack(rank=rank))
 
     # ---------------------------------------------------------------- memory
-
-    def _resize(self) -> None:
-        """A tier in memory gets another size."""
-        tiers = [tier for tier in self._world.books.lower_tiers() if not tier.settings.stored]
-        if tiers:
-            tier = self._rng.choice(tiers)
-            self._set_size(tier.index, self._rng.randint(1, tier.pool.capacity))
-
-    def _set_size(self, tier: int, slot_count: int) -> None:
-        with suppress(ConfigError):  # Its watermarks or quotas would never let it fill.
-            self._resize_tier(tier, slot_count)
-            self._world.note("tier resized")
-            self._check_size(tier, slot_count)
-
-    def _resize_tier(self, tier: int, slot_count: int) -> None:
-        self._world.send(ev.ResizeTier(tier=tier, slot_count=slot_count))
-
-    def _check_size(self, tier: int, slot_count: int) -> None:
-        """Slots beyond the new size hold nothing, or are in use and counted."""
-        pool = self._world.books.tier(tier).pool
-        used = int(np.count_nonzero(pool.state != SlotState.FREE)) - len(pool.closed_slots())
-        if pool.slot_count != slot_count or used > slot_count + pool.closing:
-            raise SimulationError(
-                "drain", f"tier {tier} has {used} blocks in {pool.slot_count} of {slot_count} slots"
-            )
-
-    def _restore_sizes(self) -> None:
-        for tier in self._world.books.lower_tiers():
-            if not tier.settings.stored and tier.pool.slot_count < tier.pool.capacity:
-                self._set_size(tier.index, tier.pool.capacity)
 
     def _sleep(self) -> None:
         """The device's memory goes back to the system, when nobody uses it: its bytes are gone."""
@@ -294,12 +261,7 @@ class Storm:
             world.note("blocks of another engine in a store")
             world.ranks.stores[tier.index].take_in(keys, before)
             return
-        closed = set(tier.pool.closed_slots())
-        free = [
-            slot
-            for slot in np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
-            if slot not in closed
-        ]
+        free = np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
         keys = keys[: len(free)]
         if not keys:
             return

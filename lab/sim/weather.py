@@ -138,8 +138,6 @@ class Weather:
     """The engine sends an event that makes no sense."""
     store: StoreWeather | None = None
     """Where some tiers are stored."""
-    resize: float = 0.0
-    """A tier in memory gets another size."""
     sleep: float = 0.0
     """The device's memory is given back, if nobody uses it."""
 
@@ -173,10 +171,10 @@ def draw_weather(rng: Random) -> Weather:
 
 
 def _draw_memory(rng: Random, weather: Weather) -> Weather:
-    """The same weather, where tiers may be resized and the device may be given back."""
+    """The same weather, where the device may be given back."""
     if weather.healthy or rng.random() < 0.6:
         return weather
-    return replace(weather, resize=rng.uniform(0.0, 0.06), sleep=rng.choice((0.0, 0.2)))
+    return replace(weather, sleep=rng.choice((0.0, 0.2)))
 
 
 def _draw_without_stores(rng: Random) -> Weather:

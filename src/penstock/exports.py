@@ -57,7 +57,6 @@ from penstock.runtime.cache import Pin as Pin
 from penstock.runtime.engine_steps import EngineSteps as EngineSteps
 from penstock.runtime.lease import Lease as Lease
 from penstock.runtime.lease import Verdict as Verdict
-from penstock.runtime.memory import ResizeStatus as ResizeStatus
 from penstock.runtime.offload import Offload as Offload
 from penstock.runtime.open import open as open  # noqa: A004
 from penstock.runtime.open import open_offload as open_offload

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.cache.pool import Pool
 from penstock.cache.states import SlotState
@@ -218,13 +220,16 @@ def test_a_slot_that_is_condemned_while_its_block_leaves_is_not_counted_as_leavi
     assert pool.leaving_count == pool.count(SlotState.LEAVING) == 1
 
 
-def test_a_pool_that_grows_keeps_its_slots_and_gets_free_ones(pool: Pool) -> None:
-    taken = pool.take(3)
-    pool.hold(taken[:1])
-
-    pool.grow(7)
-
-    assert (pool.slot_count, pool.capacity, pool.free_count) == (7, 7, 4)
-    assert sorted(pool.take(4).tolist()) == [3, 4, 5, 6]
-    assert pool.holders.tolist() == [1, 0, 0, 0, 0, 0, 0]
-    assert pool.closed_slots() == []
+@given(st.lists(st.tuples(st.sampled_from(["take", "free"]), st.integers(1, 12))))
+def test_every_slot_is_free_or_used_whatever_the_order(moves: list[tuple[str, int]]) -> None:
+    pool, used = Pool("host", 12), set[int]()
+    for move, count in moves:
+        if move == "take":
+            used |= set(pool.take(min(count, pool.free_count)).tolist())
+        else:
+            gone = sorted(used)[:count]
+            pool.discard(np.array(gone, dtype=np.int32))
+            used -= set(gone)
+        free = set(pool.free_slots().tolist())
+        assert not free & used
+        assert len(free) + len(used) == pool.slot_count

@@ -262,31 +262,6 @@ def test_as_many_blocks_are_set_aside_as_slots_are_missing(cache: Cache) -> None
     assert room.slot_count == 4
 
 
-def test_room_in_a_tier_that_became_smaller_counts_only_slots_that_stay_open(
-    cache: Cache,
-) -> None:
-    cache.add("abcde")
-    cache.tier.resize(2)
-    assert cache.tier.pool.closing == 3
-
-    room = cache.tier.plan_room(1, None)
-    cache.evict(room.victims)
-
-    assert room.slot_count == 1
-    assert len(room.victims) == 4
-    assert len(cache.tier.pool.take(room.slot_count)) == 1
-
-
-def test_a_tier_that_became_too_small_has_no_room_while_its_blocks_are_held(cache: Cache) -> None:
-    cache.add("abcde")
-    cache.tier.pool.hold(cache.slots("abcd"))
-    cache.tier.resize(2)
-
-    room = cache.tier.plan_room(3, None)
-
-    assert room.slot_count == 0
-
-
 def test_evicting_frees_the_slots_of_the_blocks_set_aside(cache: Cache) -> None:
     cache.add("abcdefgh")
     room = cache.tier.plan_room(2, None)

@@ -1,4 +1,4 @@
-"""An `LLM` that is paused, put to sleep, resized and given other weights, in any order."""
+"""An `LLM` that is paused, put to sleep and given other weights, in any order."""
 
 from __future__ import annotations
 
@@ -92,10 +92,6 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.llm.load_weights(self.folders[number], version="same name")
             self.weights = number
-
-    @rule(blocks=st.integers(1, 40))
-    def resize(self, blocks: int) -> None:
-        assert self.llm.resize_tier("host", blocks=blocks) == blocks
 
     @invariant()
     def is_sound(self) -> None:

@@ -235,17 +235,6 @@ def test_a_store_that_gives_blocks_up_for_new_ones_is_full_whatever_its_director
     assert refused(driver) == {"disk": 1}
 
 
-def test_a_store_that_was_made_larger_takes_everything_again(make_driver: MakeDriver) -> None:
-    driver = make_driver(device=8, host=16, disk=tier("disk", 8, stored=True))
-    driver.store("pq", "X")
-    driver.handle(ev.Vanished(tier=2, keys=driver.keys("X")))
-
-    driver.handle(ev.ResizeTier(tier=2, slot_count=9))
-    driver.store("Y")
-
-    assert driver.cached_in("disk") == {"p", "pq", "Y"}
-
-
 # -------------------------------------------------------------------- what is said of it
 
 

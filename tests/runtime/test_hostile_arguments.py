@@ -204,18 +204,7 @@ CASES: dict[str, Case] = {
         lambda s: s.owner.ranks.rejoin, facts=lambda s: s.rank.facts, channel=lambda _: None
     ),
     "BaseCache.drain": case(lambda s: s.owner.drain),
-    "BaseCache.tier_blocks": case(
-        lambda s: s.cache.tier_blocks, name=text, gib=lambda _: 1.0, blocks=lambda _: None
-    ),
-    "BaseCache.resize_tier": case(
-        lambda s: s.cache.resize_tier, name=text, gib=lambda _: None, blocks=lambda _: 1
-    ),
-    "BaseCache.check_resize": case(
-        lambda s: s.cache.check_resize, name=text, gib=lambda _: 1.0, blocks=lambda _: None
-    ),
-    "BaseCache.resize_status": case(lambda s: s.cache.resize_status, name=text),
     "BaseCache.store_status": case(lambda s: s.cache.store_status, cause=text),
-    "BaseCache.closed_slots": case(lambda s: s.cache.closed_slots, name=text),
     # A lease is open: it does not sleep.
     "BaseCache.sleep": case(lambda s: s.cache.sleep, host=lambda _: True),
     "BaseCache.wake": case(lambda s: s.cache.wake),
@@ -270,9 +259,7 @@ CASES: dict[str, Case] = {
         channels=lambda _: (),
         descriptors=lambda s: [s.readable],
     ),
-    "Rank.give_back": case(
-        lambda s: s.rank.give_back, tier=lambda s: s.rank.facts.tiers[0].name, slots=lambda _: ()
-    ),
+    "Rank.give_back": case(lambda s: s.rank.give_back, tier=lambda s: s.rank.facts.tiers[0].name),
     "Rank.take_again": case(lambda s: s.rank.take_again),
     "Rank.finish": case(lambda s: s.rank.finish, timeout_s=lambda _: -1.0),
     "Rank.close": case(lambda s: s.rank.close, timeout_s=lambda _: -1.0),

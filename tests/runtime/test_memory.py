@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import penstock
-from penstock.errors import ConfigError
 from penstock.tiers.linux_memory import MEMINFO
 
 if TYPE_CHECKING:
@@ -75,104 +74,23 @@ def resident(kind: str = "RssAnon|RssShmem") -> int:
     return sum(int(each) << 10 for each in re.findall(rf"(?:{kind}):\s+(\d+)", status))
 
 
-def test_a_smaller_host_tier_gives_its_memory_back_and_keeps_what_fits() -> None:
+def test_a_cache_does_not_wake_into_memory_that_is_not_there() -> None:
     with opened() as cache:
-        for prompt in range(4):
-            store(cache, prompt * 1000, 16)
-        before = resident("RssShmem")
+        cache.sleep(host=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "penstock.runtime.memory.read_text",
+                lambda path: "MemAvailable: 1024 kB\n" if path == MEMINFO else "",
+            )
+            refusal = r"cannot wake: tier host: needs 64.* MiB, must be at most the 1.0"
+            with pytest.raises(penstock.UnavailableError, match=refusal):
+                cache.wake()
+            assert cache.asleep
 
-        blocks = cache.resize_tier("host", blocks=16)
-
-        assert blocks == cache.statistics().tiers[1].slots == 16
-        assert before - resident("RssShmem") > 40 * MIB
-        cache.audit()
-        host = cache.statistics().tiers[1]
-        assert (host.ready, host.closing, host.blocks_evicted) == (16, 0, 48)
-
-
-def test_what_stays_is_the_newest_and_is_intact() -> None:
-    with opened() as cache:
-        for prompt in range(4):
-            store(cache, prompt * 1000, 16)
-
-        cache.resize_tier("host", blocks=16)
-        cache.sleep()
         cache.wake()
 
-        assert cached_by_tier(cache, 0, 16) == (0, 0)
-        assert cached_by_tier(cache, 3000, 16)[1] == 64
-        assert cache.statistics().blocks_corrupt == 0
-
-
-def test_a_tier_can_have_its_size_again() -> None:
-    with opened() as cache:
-        cache.resize_tier("host", gib=16 * 1.01 / 1024)
-        assert cache.statistics().tiers[1].slots == 16
-        assert cache.resize_tier("host", blocks=64) == 64
-
-        for prompt in range(4):
-            store(cache, prompt * 1000, 16)
-
-        assert cache.statistics().tiers[1].ready == 64
+        assert not cache.asleep
         cache.audit()
-
-
-def test_a_tier_does_not_grow_into_memory_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with opened() as cache:
-        cache.resize_tier("host", blocks=16)
-        monkeypatch.setattr(
-            "penstock.runtime.memory.read_text",
-            lambda path: "MemAvailable: 1024 kB\n" if path == MEMINFO else "",
-        )
-
-        with pytest.raises(ConfigError, match=r"host.gib: needs 48.* MiB, must be at most the 1.0"):
-            cache.resize_tier("host", blocks=64)
-
-        assert cache.statistics().tiers[1].slots == 16
-        cache.audit()
-
-
-def test_blocks_in_use_leave_when_they_are_released() -> None:
-    with opened() as cache:
-        store(cache, 0, 16)
-        cache.sleep()
-        cache.wake()
-        lease = cache.acquire(range(64))
-        cache.resize_tier("host", blocks=1)
-        assert cache.statistics().tiers[1].closing > 0
-        while lease.state.name == "LOADING":
-            cache.step()
-        assert lease.cached_tokens == 63 // BLOCK * BLOCK or lease.cached_tokens == 64
-        lease.release()
-        settle(cache)
-
-        assert cache.statistics().tiers[1].closing == 0
-        cache.audit()
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
-        ("disk", {"blocks": 4}, r"tier: is 'disk', must be one of: 'host'"),
-        ("host", {"blocks": 0}, r"host.blocks: is 0, must be from 1 to 64"),
-        ("host", {"blocks": 65}, r"host.blocks: is 65, must be from 1 to 64"),
-        ("host", {"gib": 1.0}, r"host.gib: is 1.0, must be from 0.00\d+ to 0.06\d+, with which"),
-        ("host", {"gib": float("nan")}, r"host.gib: is nan, must be from"),
-        ("host", {"gib": "1"}, r"host.gib: is '1', must be from"),
-        ("host", {}, r"host: has gib and blocks or none of them, must have one of the two"),
-        ("host", {"gib": 0.01, "blocks": 1}, r"host: has gib and blocks or none"),
-    ],
-)
-def test_a_wrong_size_is_refused_and_changes_nothing(
-    name: str, size: dict[str, object], message: str
-) -> None:
-    with opened() as cache:
-        with pytest.raises(ConfigError, match=message):
-            cache.resize_tier(name, **size)  # type: ignore[arg-type]
-
-        assert cache.statistics().tiers[1].slots == 64
 
 
 def test_sleep_gives_device_memory_back_and_host_memory_if_asked() -> None:
@@ -228,7 +146,7 @@ def test_a_cache_with_open_leases_does_not_sleep() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Prompts, resizes, sleeps and resets in any order: the books stay right, and the bytes."""
+    """Prompts, sleeps and resets in any order: the books stay right, and the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,10 +181,6 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         self.leases.pop(0)[0].release()
-
-    @rule(blocks=st.integers(1, 12))
-    def resize(self, blocks: int) -> None:
-        self.cache.resize_tier("host", blocks=blocks)
 
     @rule(host=st.booleans())
     def sleep(self, host: bool) -> None:  # noqa: FBT001 - a strategy

@@ -23,7 +23,7 @@ from tests.serve.test_router import Instance, settled, submit
 NAMES = ("one", "two")
 MOVES = (
     *("ask", "ask", "answer", "pause", "abort", "resume", "sleep", "wake"),
-    *("first", "second", "tiers", "kill"),
+    *("first", "second", "kill"),
 )
 
 
@@ -102,8 +102,6 @@ class Play:
                 self._call(self.control.wake())
             case "first" | "second":
                 self._call(self.control.load_weights(WeightsRequest(path=move, version=move)))
-            case "tiers":
-                self._call(self.control.resize_tiers({"host": {"gib": 1.0}}))
             case "kill":
                 name = NAMES[len(self.requests) % 2]
                 self.instances[name].end.channel.fail("killed")

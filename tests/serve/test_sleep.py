@@ -1,4 +1,4 @@
-"""Servers that sleep, wake and change the size of their tiers."""
+"""Servers that sleep and wake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.runtime.stored_engine import processes_of
 from tests.serve.conftest import always_load_options, eventually, pids_of, serving
 from tests.serve.test_new_weights import cached
 from tests.serve.test_roles import STORY, reported, require_same
@@ -48,7 +47,7 @@ def always(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def large(model_folder: Path, always: tuple[str, str]) -> Iterator[Running]:
-    """For all tests that leave it awake, and its tiers as large as they were."""
+    """For all tests that leave it awake."""
     with serving(model_folder, *LARGE, *always) as running:
         yield running
 
@@ -60,7 +59,7 @@ def disk_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stored(model_folder: Path, disk_folder: Path, always: tuple[str, str]) -> Iterator[Running]:
-    """For the tests of its tiers, in their order: memory that was given back is not touched."""
+    """A server with a disk."""
     with serving(model_folder, *LARGE, *disk_at(disk_folder), *always) as running:
         yield running
 
@@ -132,51 +131,6 @@ def test_an_instance_that_restarts_while_the_server_sleeps_sleeps_too(large: Run
     require_same(reported(large, STORY, logprobs=5), first)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"host": {"gib": 64}}, "host.gib: is 64.0, must be from "),
-        ({"disk": {"gib": 1}}, "tier: is 'disk', must be one of: 'host'"),
-        ({"host": {}}, 'host is {}, must be its size: {"gib": 2}, or {"blocks": 100}'),
-        ({"host": {"gib": -1}}, "host.gib is -1, must be a number from 0 to"),
-        ({"host": 3}, "host is 3, must be its size"),
-        ({}, "the body is {}, must have a tier and its size"),
-    ],
-)
-def test_a_wrong_size_is_refused(server: Running, body: Any, message: str) -> None:
-    answer = server.client.post("/admin/tiers", json=body)
-
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-
-
-def test_a_host_tier_is_resized_while_requests_are_answered(stored: Running) -> None:
-    require_host_resized(stored)
-
-
-@pytest.mark.long
-def test_the_host_tier_of_ranks_is_resized_while_requests_are_answered(model_folder: Path) -> None:
-    with serving(model_folder, *LARGE, "--tp", "2") as running:
-        require_host_resized(running)
-
-
-def require_host_resized(running: Running) -> None:
-    first = reported(running, STORY, logprobs=5)
-    before = resident(running, "RssShmem")
-    slots = running.cache()["cache"]["tiers"][1]["slots"]
-
-    result = post(running, "tiers", {"host": {"gib": 0.01}})
-
-    assert result["tiers"] == {"host": {"gib": 0.01}}
-    assert before - resident(running, "RssShmem") > 30 * MIB
-    host = running.cache()["cache"]["tiers"][1]
-    assert (host["closing"], host["slots"] < slots // 4) == (0, True)
-    require_same(reported(running, STORY, logprobs=5), first)
-    post(running, "tiers", {"host": {"blocks": slots}})
-    assert running.cache()["cache"]["tiers"][1]["slots"] == slots
-    post(running, "audit")
-
-
 def test_a_disk_keeps_what_was_cached_through_a_sleep(stored: Running) -> None:
     # What is computed while the store process starts is not saved there.
     eventually(lambda: [each["on"] for each in _disks(stored)], [True])
@@ -192,60 +146,10 @@ def test_a_disk_keeps_what_was_cached_through_a_sleep(stored: Running) -> None:
     assert cached(again) > 0
 
 
-def test_a_disk_is_resized_while_requests_are_answered(stored: Running, disk_folder: Path) -> None:
-    require_disk_resized(stored, disk_folder)
-
-
-@pytest.mark.long
-def test_a_disk_that_two_instances_share_is_resized_while_requests_are_answered(
-    model_folder: Path, tmp_path: Path, always: tuple[str, str]
-) -> None:
-    options = (*disk_at(tmp_path / "disk"), *always, "--instances", "2")
-    with serving(model_folder, *LARGE, *options) as running:
-        require_disk_resized(running, tmp_path / "disk")
-
-
 def disk_at(folder: Path) -> tuple[str, ...]:
     return "--disk", str(folder), "--disk-gib", "0.05"
-
-
-def require_disk_resized(running: Running, folder: Path) -> None:
-    eventually(lambda: [each["on"] for each in _disks(running)].count(False), wanted=0)
-    first = reported(running, STORY, logprobs=5)
-    for number in range(9):
-        reported(running, f"{number} " * 200, max_tokens=1)
-    eventually(lambda: _files_bytes(folder) > 2 * MIB, wanted=True)
-    [store] = processes_of(folder)
-
-    result = post(running, "tiers", {"disk": {"gib": 0.001}})
-
-    assert result["tiers"] == {"disk": {"gib": 0.001}}
-    assert _files_bytes(folder) <= 0.001 * 1024 * MIB
-    require_same(reported(running, STORY, logprobs=5), first)
-    os.kill(store, signal.SIGKILL)
-    eventually(lambda: bool(processes_of(folder) - {store}), wanted=True)
-    wanted = (True, int(0.001 * 1024 * MIB))
-    eventually(
-        lambda: {(each["on"], each["store"]["capacity_bytes"]) for each in _disks(running)},
-        wanted={wanted},
-    )
-    eventually(
-        lambda: running.client.post("/admin/tiers", json={"disk": {"gib": 0.1}}).status_code,
-        wanted=200,
-    )
-    refused = running.client.post("/admin/tiers", json={"disk": {"gib": 20_000}})
-    assert refused.status_code == 400
-    said = refused.json()["error"]
-    assert said["param"] == "disk.gib"
-    assert said["message"].startswith("disk.gib: is 20000, must be at most ")
-    assert "GiB free" in said["message"]
-    post(running, "audit")
 
 
 def _disks(running: Running) -> list[Any]:
     instances = running.client.get("/cache").json()["instances"]
     return [each["cache"]["tiers"][2] for each in instances]
-
-
-def _files_bytes(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.glob("*.segment"))

@@ -35,11 +35,10 @@ from penstock.store.messages import StoreConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.store.base import MappedArena, NewGeneration, ResizeJob, Space
+    from penstock.store.base import MappedArena, NewGeneration, Space
     from penstock.store.messages import StoreTierConfig
     from penstock.vocabulary.ids import Key
 
-SIZE_BYTES_MAX = 1 << 40
 Identity = tuple["Space", bytes, "Key"]
 
 
@@ -66,15 +65,6 @@ class MemoryTier:
 
     def load(self, job: LoadJob) -> None:
         self._take(job)
-
-    def resize(self, job: ResizeJob) -> None:
-        if job.size_bytes > SIZE_BYTES_MAX:
-            self._end(EndedJob(job.ticket, failure=f"is {job.size_bytes}, which is too much"))
-            return
-        if not job.checks:
-            self._size_bytes = job.size_bytes
-            self._make_room()
-        self._end(EndedJob(job.ticket))
 
     def cancel(self, ticket: int) -> None:
         if not (self._folder / "deaf").exists() and self._held.pop(ticket, None):

@@ -31,7 +31,6 @@ from penstock.store.disk_format import (
     sound_rows,
 )
 from penstock.store.disk_index import digests_of
-from penstock.store.disk_io import DiskCalls
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     SAVE_SALT,
@@ -41,7 +40,6 @@ from penstock.testing.store_tier_suite import (
     wait_until_recovered,
 )
 from tests.descriptors import open_descriptors
-from tests.store.faulty_disk import FaultyDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,7 +233,7 @@ def test_a_folder_too_small_for_two_blocks_fails_the_job_with_the_number(
     assert rig.tier.state().on
 
 
-def test_a_smaller_folder_gives_its_coldest_files_back_to_the_system(
+def test_a_folder_that_is_opened_smaller_gives_its_coldest_files_back_when_it_is_written(
     make: Callable[..., DiskTier], tmp_path: Path
 ) -> None:
     size = small_size(slots=4)
@@ -245,82 +243,21 @@ def test_a_smaller_folder_gives_its_coldest_files_back_to_the_system(
         rig.save_and_wait(rig.fill(4, seed=20 + number))
     rig.load_and_wait(groups[0].keys, [40, 41, 42, 43])
 
-    ticket = rig.resize(size // 4)
+    rig = StoreRig(make(size // 4), LAYOUT)
+    wait_until_recovered(rig.tier)
+    newest = rig.fill(4, seed=30)
+    ticket = rig.save(newest)
     while ticket not in {each.ticket for each in rig.ended}:
         rig.ended += rig.tier.collect()
     reported = gone_keys(rig.tier.take_gone())
 
     used = sum(each.stat().st_size for each in segments_of(tmp_path / "tier"))
     assert 0 < used <= size // 4
-    assert all(rig.find(groups[0].keys))
+    assert all(rig.find(newest.keys))
+    assert rig.tier.state().capacity_bytes == size // 4
     lost = {key for group in groups for key in group.keys if not rig.find([key])[0]}
     assert reported == lost
-    assert len(lost) == 16
-
-
-def test_a_folder_shrinks_when_the_reads_in_it_have_ended(tmp_path: Path) -> None:
-    disk = FaultyDisk()
-    size = small_size(slots=4)
-    tier = DiskTier(tmp_path / "tier", size, calls=disk.calls)
-    try:
-        rig = StoreRig(tier, LAYOUT)
-        saved = rig.fill(4)
-        rig.save_and_wait(saved)
-        disk.hold("preadv")
-        reading = rig.load(saved.keys, [40, 41, 42, 43])
-        resizing = rig.resize(2 * PAGE_BYTES)
-        rig.wait(rig.resize(PAGE_BYTES, checks=True))  # The keeper has come past the one before.
-        assert resizing not in {each.ticket for each in rig.ended}
-
-        disk.go_on("preadv")
-
-        read, resized = rig.wait(reading, resizing)
-        assert (read.faults, resized.failure) == ((), "")
-        rig.require(saved, [40, 41, 42, 43])
-        assert segments_of(tmp_path / "tier") == []
-        assert rig.find(saved.keys) == [False] * 4
-    finally:
-        tier.close(deadline=time.monotonic() + WAIT_S)
-
-
-def test_a_size_that_is_asked_for_while_another_is_being_set_is_set_as_well(
-    make: Callable[..., DiskTier],
-) -> None:
-    tickets: list[int] = []
-
-    def ask_for_another(path: Path) -> os.statvfs_result:
-        if not tickets:
-            tickets.append(rig.resize(3 * SIZE_BYTES))
-        return os.statvfs(path)
-
-    rig = StoreRig(make(SIZE_BYTES, calls=DiskCalls(statvfs=ask_for_another)), LAYOUT)
-    rig.wait(rig.resize(2 * SIZE_BYTES))
-
-    [ended] = rig.wait(*tickets)
-
-    assert ended.failure == ""
-    assert rig.tier.state().capacity_bytes == 3 * SIZE_BYTES
-
-
-def test_a_larger_size_is_refused_with_the_free_space(
-    make: Callable[..., DiskTier], tmp_path: Path
-) -> None:
-    # 2,048 pages are free.
-    found = os.statvfs_result((4096, 4096, 9000, 2048, 2048, 9, 9, 9, 0, 255))
-    calls = DiskCalls(statvfs=lambda _: found)
-    rig = StoreRig(make(SIZE_BYTES, calls=calls), LAYOUT)
-
-    [checked, refused] = rig.wait(rig.resize(1 << 30, checks=True), rig.resize(1 << 30))
-    [fits] = rig.wait(rig.resize(SIZE_BYTES // 2))
-
-    assert checked.failure == refused.failure
-    assert refused.failure == (
-        f"is 1, must be at most 0.0078125: the file system of folder {tmp_path / 'tier'} has "
-        "0.0078125 GiB free, and the tier has 0 GiB"
-    )
-    assert fits.failure == ""
-    assert rig.tier.state().capacity_bytes == SIZE_BYTES // 2
-    assert rig.tier.state().on
+    assert lost
 
 
 def test_more_kinds_of_blocks_than_segments_share_the_folder(

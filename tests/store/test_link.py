@@ -17,8 +17,6 @@ from penstock.store.link import (
     Paged,
     StoreBack,
     StoreLost,
-    StoreState,
-    TierResized,
     Voided,
 )
 from tests.descriptors import open_descriptors
@@ -172,62 +170,6 @@ def test_a_void_that_was_lost_is_sent_again(store: StoreProcess, make_engine: Ma
     engine.take(StoreBack)
     engine.up()
     assert isinstance(engine.take(Voided), Voided)
-
-
-def test_a_size_that_was_not_answered_is_sent_again(
-    store: StoreProcess, make_engine: MakeEngine
-) -> None:
-    engine = make_engine().up()
-    store.signal(signal.SIGSTOP)
-    engine.link.resize(DISK, 5000)
-    engine.link.check_size(DISK, 6000)
-    engine.link.dispatch()
-    store.kill()
-    lost = engine.take(TierResized)
-
-    store.start()
-
-    engine.up()
-    assert lost.size_bytes == 6000
-    assert lost.problem.startswith("cannot be checked: the store process")
-    assert engine.take(TierResized) == TierResized(DISK, 5000, "", checked=False)
-    engine.until(lambda: capacity_of(engine) == 5000)
-
-
-def test_a_tier_that_is_being_opened_gets_the_size_that_it_is_given_meanwhile(
-    store: StoreProcess, make_engine: MakeEngine
-) -> None:
-    engine = make_engine().up()
-    store.kill()
-    store.file("slow").touch()
-    store.start()
-    engine.take(StoreLost)
-    engine.until(lambda: engine.link.is_up and not engine.is_on)
-
-    engine.link.check_size(DISK, 5000)
-    checked = engine.take(TierResized)
-    engine.link.resize(DISK, 5000)
-    resized = engine.take(TierResized)
-    store.file("slow").unlink()
-
-    engine.up()
-    assert checked.problem == "is 4.65661e-06, but the tier is off: it is being opened"
-    assert resized.problem == ""
-    engine.until(lambda: capacity_of(engine) == 5000)
-
-
-def test_a_size_that_is_refused_leaves_the_one_before(make_engine: MakeEngine) -> None:
-    engine = make_engine().up()
-
-    engine.link.resize(DISK, 1 << 60)
-
-    assert "which is too much" in engine.take(TierResized).problem
-    assert capacity_of(engine) == 1 << 20
-
-
-def capacity_of(engine: StoreEngine) -> int:
-    said = [each.state for each in engine.results if isinstance(each, StoreState)]
-    return said[-1].capacity_bytes
 
 
 def test_tiers_can_be_used_when_every_rank_has_offered_its_arena(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.sim.disk.images import Travel
-    from penstock.store.base import EndedJob, MappedArena, ResizeJob
+    from penstock.store.base import EndedJob, MappedArena
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
     from penstock.vocabulary.ids import Key
@@ -100,7 +100,6 @@ class WatchedTier(DiskTier):
         """By load in hand: where acknowledged blocks of it lie, by position."""
         self._tickets_lost: set[int] = set()
         """Jobs that were in hand when the folder was removed: what they say counts no more."""
-        self._resizing: set[int] = set()
         self.has_folder = True
         super().__init__(
             folder,
@@ -163,16 +162,9 @@ class WatchedTier(DiskTier):
         }
         super().load(job)
 
-    def resize(self, job: ResizeJob) -> None:
-        self._resizing.add(job.ticket)
-        super().resize(job)
-
     def collect(self) -> list[EndedJob]:
         ended = super().collect()
         for each in ended:
-            if each.ticket in self._resizing:
-                self._resizing.remove(each.ticket)
-                continue
             job = self._in_hand.pop(each.ticket)
             unsure = self._unsure.pop(each.ticket)
             if each.ticket in self._tickets_lost or not self.has_folder:
@@ -259,12 +251,6 @@ class WatchedTier(DiskTier):
     def retry_at(self) -> float | None:
         """When it tries again to use the disk, if it is off."""
         return self._board.retry_at if self._board.off and not self._board.broken else None
-
-    @property
-    def excess_bytes(self) -> int:
-        """What its segments take beyond its size."""
-        pool = self._board.pool
-        return max(0, pool.file_bytes - pool.size_bytes)
 
     @property
     def broken(self) -> bool:

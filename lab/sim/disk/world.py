@@ -32,7 +32,7 @@ from lab.sim.disk.images import FolderImages
 from lab.sim.disk.process import DiskProcess, Identity
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.base import LoadJob, MappedArena, ResizeJob, SaveJob, Space, part_name
+from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
@@ -65,18 +65,18 @@ DISK_FAULTS: tuple[str, ...] = (
     "job cancelled",
     "killed",
     "killed in a call",
+    "opened with another size",
     "one file travels back",
     "power lost",
     "segment given up",
     "small files travel back",
-    "tier resized",
     "sync is ignored",
     "tier is off",
     "tier is on again",
     "write lost",
 )
 DISK_KINDS = Kinds(
-    events=("load", "resize", "restart", "save", "step", "void"),
+    events=("load", "restart", "save", "step", "void"),
     faults=DISK_FAULTS,
     copy_word="job",
     copies=("load", "save"),
@@ -193,7 +193,7 @@ class DiskWorld:
             queue_bytes=rng.choice((1 << 30, 1 << 30, 6 * slot_bytes)),
         )
         self.jobs: dict[int, tuple[SaveJob | LoadJob, DiskArena]] = {}
-        self._draw_resizes(seed, crash)
+        self._draw_sizes(seed, crash)
         self._draw_travels(seed, crash)
         self._ticket = 0
         healthy = rng.random() < 0.15 or crash is not None
@@ -221,11 +221,11 @@ class DiskWorld:
             (self._fault(healthy, 0.1, 0.3), self._remove_folder),
         ]
 
-    def _draw_resizes(self, seed: int, crash: Crash | None) -> None:
-        """Whether the size of the tier changes. Worlds in which it does not draw as before."""
+    def _draw_sizes(self, seed: int, crash: Crash | None) -> None:
+        """Whether processes have the folder with different sizes, one after the other."""
         self._sizer = Random(f"sizes of {seed}")
-        self._resize_chance = 0.05 if crash is None and self._sizer.random() < 0.4 else 0.0
-        self._resizes: dict[int, ResizeJob] = {}
+        self._sizes_vary = crash is None and self._sizer.random() < 0.4
+        self._size_bytes = self.process.size_bytes
 
     def _draw_travels(self, seed: int, crash: Crash | None) -> None:
         """Whether files travel back. Worlds in which none do draw as before."""
@@ -253,8 +253,6 @@ class DiskWorld:
                 for _ in range(self._turns):
                     self.now += self.rng.random() * 0.2
                     self._guard(self.rng.choices(actions, weights)[0])
-                    if self._resize_chance and self._sizer.random() < self._resize_chance:
-                        self._guard(self._resize)
                     if self._traveller.random() < self._image_chance:
                         self.process.images.keep(self.process.truth)
                     if self._traveller.random() < self._image_chance:
@@ -337,19 +335,6 @@ class DiskWorld:
             self.note("job cancelled")
             self.process.tier.cancel(self.rng.choice(list(self.jobs)))
 
-    def _resize(self) -> None:
-        """The operator wants another size, or asks whether it can be."""
-        tier = self.process.tier
-        if tier is None:
-            return
-        self._ticket += 1
-        size = int(self.process.size_bytes * self._sizer.choice((0.0, 0.2, 0.5, 0.8, 1.0, 2.0)))
-        job = ResizeJob(self._ticket, max(1, size), checks=self._sizer.random() < 0.2)
-        self._resizes[job.ticket] = job
-        self.events["resize"] += 1
-        self.note("tier resized")
-        tier.resize(job)
-
     def _void(self) -> None:
         self._void_with(self.rng)
 
@@ -378,21 +363,10 @@ class DiskWorld:
         if tier is None:
             return
         for ended in tier.collect():
-            if ended.ticket in self._resizes:
-                self._check_resize(tier, ended)
-            else:
-                self._check(ended)
+            self._check(ended)
         if tier.take_gone():
             self.note("segment given up")
         tier.state()
-
-    def _check_resize(self, tier: WatchedTier, ended: EndedJob) -> None:
-        job = self._resizes.pop(ended.ticket)
-        is_last = all(each.checks for each in self._resizes.values())
-        if is_last and not job.checks and not ended.failure and tier.excess_bytes:
-            raise SimulationError(
-                "store", f"a tier with its new size takes {tier.excess_bytes} bytes more"
-            )
 
     def _check(self, ended: EndedJob) -> None:
         job, arena = self.jobs.pop(ended.ticket)
@@ -413,6 +387,10 @@ class DiskWorld:
 
     def _start(self) -> None:
         self.events["restart"] += 1
+        if self._sizes_vary and self.events["restart"] > 1:
+            self.note("opened with another size")
+            share = self._sizer.choice((0.2, 0.5, 0.8, 1.0, 2.0))
+            self.process.size_bytes = int(self._size_bytes * share)
         try:
             self.process.start()
         except UnavailableError:
@@ -436,7 +414,6 @@ class DiskWorld:
     def _after_death(self) -> None:
         self.process.disk.dies_at = None
         self.jobs.clear()
-        self._resizes.clear()
         for arena in self.arenas:
             arena.free = set(range(ARENA_SLOTS))
 
@@ -480,9 +457,8 @@ class DiskWorld:
         if self.process.tier is None:
             self._start()
         self._come_to_rest()
-        if self.jobs or self._resizes:
-            left = [*self.jobs, *self._resizes]
-            raise SimulationError("liveness", f"jobs were not reported: {left}")
+        if self.jobs:
+            raise SimulationError("liveness", f"jobs were not reported: {[*self.jobs]}")
         self.process.kill(power=False)
         self._after_death()
         self._start()

@@ -55,7 +55,6 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "store is stopped",
     "store loses power",
     "store starts late",
-    "tier resized",
 )
 
 RUNTIME_KINDS = Kinds(

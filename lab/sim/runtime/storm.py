@@ -43,7 +43,6 @@ class RuntimeStorm(Storm):
         """All ranks are there again, and nothing goes wrong from now on."""
         world = self._runtime
         world.ranks.recover()
-        self._restore_sizes()
         if world.stores is not None:
             world.stores.mend()
         for process in list(world.ranks.processes):
@@ -62,22 +61,14 @@ class RuntimeStorm(Storm):
 
     # ---------------------------------------------------------------- memory
 
-    def _resize_tier(self, tier: int, slot_count: int) -> None:
-        world = self._runtime
-        name = world.weather.settings.tiers[tier - HUB].name
-        world.facade.resize_tier(name, blocks=slot_count)
-        if world.facade.resize_status(name).done:
-            self._give_back(name, world.facade.closed_slots(name))
-        world.call_owner()
-
     def _empty_device(self) -> None:
         """As an engine that sleeps: with the tier below, or without."""
         world = self._runtime
         host = bool(world.weather.settings.tiers) and self._rng.random() < 0.5
         world.facade.sleep(host=host)
-        self._give_back("", None)
+        self._give_back("")
         if host:
-            self._give_back(world.weather.settings.tiers[0].name, None)
+            self._give_back(world.weather.settings.tiers[0].name)
             for rank in sorted(world.ranks.lost):
                 self._come_back(rank)
             if world.machine.is_tier_on(HUB):
@@ -85,13 +76,13 @@ class RuntimeStorm(Storm):
         world.facade.wake()
         world.call_owner()
 
-    def _give_back(self, tier: str, slots: list[int] | None) -> None:
+    def _give_back(self, tier: str) -> None:
         """Ranks in other processes return what the owner says holds nothing."""
         world = self._runtime
         if world.ways.way is not Way.HERE:
             for process in world.ranks.processes:
                 if process.alive and not process.executor.busy and not process.lacking:
-                    process.rank.give_back(tier, slots)
+                    process.rank.give_back(tier)
 
     # ---------------------------------------------------------------- ranks
 

@@ -33,7 +33,7 @@ class StormyWorld(RuntimeWorld):
             return weather
         store = replace(weather.store, death=0.08, hang=1.0, repeat=0.8, neighbour=0.2)
         # Tiers that become smaller leave a store less to do.
-        return replace(weather, reset=0.06, event_budget=150, store=store, resize=0.0, sleep=0.0)
+        return replace(weather, reset=0.06, event_budget=150, store=store, sleep=0.0)
 
 
 def first_failure(first: int) -> Failure | None:

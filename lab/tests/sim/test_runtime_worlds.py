@@ -179,7 +179,7 @@ class SteadyWorld(RuntimeWorld):
     """A world whose tiers keep their size, so that ranks have more to do."""
 
     def _draw_weather(self) -> Weather:
-        return replace(super()._draw_weather(), resize=0.0, sleep=0.0)
+        return replace(super()._draw_weather(), sleep=0.0)
 
 
 class DeadlyWorld(SteadyWorld):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.nodes import NOWHERE, grown
+from penstock.cache.nodes import NOWHERE
 from penstock.cache.states import LEAVING, SLOT_TABLE, SlotMove, SlotState
 from penstock.errors import InvariantViolation
 
@@ -27,16 +27,11 @@ _ENDS = {
 
 
 class Pool:
-    """Numbered slots, of which `slot_count` may be used; the others are closed."""
+    """Numbered slots."""
 
     def __init__(self, name: str, slot_count: int) -> None:
         self.name = name
         self.slot_count = slot_count
-        self.capacity = slot_count
-        """The most that may ever be used."""
-        self.closing = 0
-        """Slots in use that are too many: they are closed as soon as they are free."""
-        self._closed: list[int] = []
         self.state = np.zeros(slot_count, dtype=np.uint8)
         """A `SlotState` each."""
         self.holders = np.zeros(slot_count, dtype=np.int32)
@@ -49,54 +44,10 @@ class Pool:
         self._free = np.arange(slot_count - 1, -1, -1, dtype=np.int32)
         self.free_count = slot_count
         self._counts = [0] * len(SlotState)
-        """How many slots are in each state; closed ones are free."""
+        """How many slots are in each state."""
         self._counts[SlotState.FREE] = slot_count
         self.held_count = 0
         """How many slots a lease or an operation relies on, without victims that are set aside."""
-
-    def resize(self, slot_count: int) -> None:
-        """Sets how many slots may be used; free ones are closed at once, others when free."""
-        if not 1 <= slot_count <= self.capacity:
-            raise InvariantViolation(
-                f"tier {self.name!r}: {slot_count} slots of {self.capacity} are to be used"
-            )
-        self.closing += self.slot_count - slot_count
-        self.slot_count = slot_count
-        if self.closing < 0:
-            count, self.closing = -self.closing, 0
-            opened = np.array(self._closed[-count:], dtype=np.int32)
-            del self._closed[-count:]
-            self._free[self.free_count : self.free_count + count] = opened
-            self.free_count += count
-        self._close_free()
-
-    def grow(self, capacity: int) -> None:
-        """More slots, all free: only where a slot is no memory of its own, and none is closed."""
-        self.state = grown(self.state, capacity)
-        self.holders = grown(self.holders, capacity)
-        self.node = grown(self.node, capacity, fill=NOWHERE)
-        self._free = grown(self._free, capacity)
-        self.state_view, self.holders_view = self.state.data, self.holders.data
-        count = capacity - self.capacity
-        new = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
-        self._free[self.free_count : self.free_count + count] = new
-        self.free_count += count
-        self._counts[SlotState.FREE] += count
-        self.capacity = self.slot_count = capacity
-
-    def closed_slots(self) -> list[int]:
-        """The slots that hold nothing and may not be used."""
-        return list(self._closed)
-
-    def _close_free(self) -> None:
-        count = min(self.closing, self.free_count)
-        if not count:
-            return
-        # From the bottom: those that would have been taken last.
-        self._closed += self._free[:count].tolist()
-        self.free_count -= count
-        self._free[: self.free_count] = self._free[count : count + self.free_count].copy()
-        self.closing -= count
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Takes free slots for writing; the caller made sure that there are enough."""
@@ -205,5 +156,3 @@ class Pool:
         self._move(slots, move)
         self._free[self.free_count : self.free_count + len(slots)] = slots
         self.free_count += len(slots)
-        if self.closing:
-            self._close_free()

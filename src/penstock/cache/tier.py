@@ -12,7 +12,6 @@ The slots themselves are in `pool.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -106,7 +105,6 @@ class Tier:
         self._only_tenant: int | None = None
         """The one whose blocks all are, as long as no second one was ever introduced."""
         self._tenant_count = 0
-        self._quota_shares: dict[int, float] = {}
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
         """A tenant with a quota evicts its own blocks first, so they are also queued here."""
@@ -122,25 +120,11 @@ class Tier:
         quotas = self.settings.quotas
         share = quotas.get(name, quotas.get(ANY_TENANT))
         if share is not None:
-            self._quota_shares[tenant] = share
             self._quotas[tenant] = int(share * self.pool.slot_count)
             self._quota_policies[tenant] = self._make_quota_policy(tenant)
 
-    def resize(self, slot_count: int) -> None:
-        """Changes how many slots may be used; who has more lets blocks leave."""
-        self.reclaims = self.reclaims and slot_count <= self.pool.slot_count
-        self.settings = replace(self.settings, slot_count=slot_count)
-        if self.settings.stored:
-            self.pool.grow(slot_count)
-        else:
-            self.pool.resize(slot_count)
-        self._quotas = {
-            tenant: int(share * slot_count) for tenant, share in self._quota_shares.items()
-        }
-
     def dismiss(self, tenant: int) -> None:
         """Forgets a tenant that has no blocks here; its number may be another's next."""
-        self._quota_shares.pop(tenant, None)
         self._quotas.pop(tenant, None)
         self._quota_policies.pop(tenant, None)
 
@@ -313,12 +297,6 @@ class Tier:
 
     # ---------------------------------------------------------------- making room
 
-    @property
-    def free_count(self) -> int:
-        """Slots that can be taken without anything leaving; below zero if some are owed."""
-        # The first slots that a tier which became smaller gets back are closed, not free.
-        return self.pool.free_count - self.pool.closing
-
     def plan_room(
         self,
         wanted: int,
@@ -348,7 +326,7 @@ class Tier:
             if strict:
                 wanted = max(0, wanted - (over - len(victims)))
         own_count = len(victims)
-        free_count = self.free_count
+        free_count = self.pool.free_count
         first = free_count + own_count
         refused |= self._set_aside_from(self.policy, wanted - first, victims, judge, first)
         slot_count = max(0, min(wanted, free_count + len(victims)))

@@ -146,10 +146,6 @@ def _audit_slots(books: Books, tier: Tier) -> None:
     pool = tier.pool
     free = pool.free_slots().tolist()
     states = pool.state.tolist()
-    closed = pool.closed_slots()
-    if len(closed) + pool.closing + pool.slot_count != pool.capacity:
-        _fail(books, f"tier {tier.name}: {len(closed)} slots are closed, not as booked")
-    free += closed
     if len(set(free)) != len(free) or len(free) != states.count(FREE):
         _fail(books, f"tier {tier.name}: slots that are free and slots said to be differ")
     if states.count(LEAVING) != pool.leaving_count:
@@ -208,7 +204,7 @@ def _audit_priorities(books: Books, tier: Tier, tenants: list[int]) -> None:
 
 def _audit_holders(books: Books, tier: Tier) -> None:
     """A slot is held as often as leases and operations say."""
-    held = [0] * tier.pool.capacity
+    held = [0] * tier.pool.slot_count
     for slot in _holds(books, tier):
         held[slot] += 1
     booked = tier.pool.holders.tolist()
@@ -316,7 +312,7 @@ def _audit_stores(books: Books, queued: dict[tuple[int, int], int]) -> None:
             _fail(books, f"operation {operation.id} waits for a rank that is lost")
     for tier in books.lower_tiers():
         # A hub that was made smaller has more of them, until they end.
-        most = saves_max(books, books.tier(HUB).pool.capacity)
+        most = saves_max(books, books.tier(HUB).pool.slot_count)
         if tier.settings.stored and queued[HUB, tier.index] > most:
             _fail(books, f"{queued[HUB, tier.index]} blocks are on their way into {tier.name}")
 
@@ -365,7 +361,6 @@ def _tier(books: Books, tier: Tier) -> Frozen:
         tuple(pool.holders.tolist()),
         keys,
         tuple(pool.free_slots().tolist()),
-        (pool.closing, tuple(pool.closed_slots())),
         tuple(sorted(tier.used_by.items())),
         tuple(sorted(tier.raised_by.items())),
     )

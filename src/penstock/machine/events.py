@@ -9,7 +9,6 @@
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
 | `RankLost RankBack TierOff TierOn`            | the runtime                     |
-| `ResizeTier`                                  | the operator                    |
 | `Discovered Vanished`                         | the runtime, for a store        |
 | `Tick Reset ChangeWeights EmptyDevice`        | the engine's step, the operator |
 
@@ -233,17 +232,6 @@ class TierOn(Event, frozen=True, kw_only=True):
     voided: bool = False
     """Of a stored tier: another engine has voided its blocks. What this one would have written is
     from before that, and is not written."""
-
-
-class ResizeTier(Event, frozen=True, kw_only=True):
-    """A tier in memory may use this many slots, at most as many as it was opened with.
-
-    Blocks leave by its policy. Those in use leave later: until then the tier has `closing` slots.
-    Of a stored tier, so many blocks may be known, and never fewer than before.
-    """
-
-    tier: int
-    slot_count: int
 
 
 class Discovered(Event, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ slots back, and changes nothing else.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import numpy as np
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
-from penstock.cache.settings import DEVICE, HUB
+from penstock.cache.settings import DEVICE
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
 from penstock.errors import counted
 from penstock.machine import copies, leases, stored
@@ -33,15 +32,11 @@ if TYPE_CHECKING:
         RankBack,
         RankLost,
         Reset,
-        ResizeTier,
         TierOff,
         TierOn,
         Vanished,
     )
     from penstock.vocabulary.ids import Key
-
-SLOTS_MAX = 2**31 - 1
-"""Slots are 32-bit numbers."""
 
 
 def reset(books: Books, event: Reset, now: float) -> None:
@@ -182,25 +177,6 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
         books.backlogs[tier.index].resume()
 
 
-def resize(books: Books, event: ResizeTier, now: float) -> Tier:
-    """Changes how many slots of a tier in memory may be used, or blocks of a store be known.
-
-    Raises `ConfigError`: watermarks or quotas of such a tier would never let it fill; `ValueError`:
-    a tier in memory never had so many slots, or a stored one already knows of more.
-    """
-    tier = _lower_tier(books, event.tier)
-    pool = tier.pool
-    least, most = (pool.slot_count, SLOTS_MAX) if tier.settings.stored else (1, pool.capacity)
-    if not least <= event.slot_count <= most:
-        raise ValueError(f"slot_count is {event.slot_count}, must be from {least} to {most}")
-    sized = list(books.settings.tiers)
-    sized[event.tier - HUB] = replace(tier.settings, slot_count=event.slot_count)
-    books.settings = replace(books.settings, tiers=tuple(sized))
-    tier.resize(event.slot_count)
-    books.history.add(now, "tier resized", tier.name, (), f"{event.slot_count} slots")
-    return tier
-
-
 def discovered(books: Books, event: Discovered, now: float) -> None:
     """Blocks lie in a tier that this cache did not write: a restart, or another engine."""
     tier = _lower_tier(books, event.tier)
@@ -273,16 +249,15 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> list[int]:
     if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
         raise ValueError("slots: a slot or a key occurs twice")
     _require_ends(books, event)
-    closed = set(tier.pool.closed_slots())
     for key, slot in zip(event.keys, slots, strict=True):
-        if not 0 <= slot < tier.pool.capacity:
+        if not 0 <= slot < tier.pool.slot_count:
             raise ValueError(
                 f"slots: slot {slot} is outside of tier {tier.name!r}, "
-                f"which has {tier.pool.capacity}"
+                f"which has {tier.pool.slot_count}"
             )
         node = books.nodes.get(key)
         known_here = node != NOWHERE and tier.slot_of[node] == slot
-        is_open = tier.pool.state[slot] == FREE and slot not in closed
+        is_open = tier.pool.state[slot] == FREE
         if not is_open and not known_here:
             raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
     return slots

@@ -171,25 +171,13 @@ class CacheMachine:
 
     @property
     def settings(self) -> CacheSettings:
-        """The settings in effect: of a tier that was resized, with its size now."""
+        """The settings in effect."""
         return self._books.settings
 
     @property
     def manages_device(self) -> bool:
         """Whether the device's blocks are managed here, and not by the engine."""
         return self._books.tiers[0] is not None
-
-    def tier_capacity(self, tier: int) -> int:
-        """How many slots a tier may have at most."""
-        return self._books.tier(tier).pool.capacity
-
-    def closing_slots(self, tier: int) -> int:
-        """How many slots of a tier that was made smaller are still in use."""
-        return self._books.tier(tier).pool.closing
-
-    def closed_slots(self, tier: int) -> list[int]:
-        """The slots of a tier that was made smaller which hold nothing any more."""
-        return self._books.tier(tier).pool.closed_slots()
 
     def is_tier_on(self, tier: int) -> bool:
         """Whether a tier, by its index, can be used now."""
@@ -251,16 +239,6 @@ def _cancel(books: Books, event: ev.Cancel, now: float) -> None:
         copies.decide(books, operation, OperationMove.CANCEL, now, failure="cancelled")
 
 
-def _resize_tier(books: Books, event: ev.ResizeTier, now: float) -> None:
-    tier = faults.resize(books, event, now)
-    # All that may leave does so in this event; what is in use follows with later ticks.
-    while tier.pool.closing > tier.pool.leaving_count:
-        before = tier.pool.closing - tier.pool.leaving_count
-        writes.keep_watermark(books, tier, now)
-        if tier.pool.closing - tier.pool.leaving_count >= before:
-            break
-
-
 def _release(books: Books, event: ev.ReleaseLease, now: float) -> None:
     leases.release(books, event.lease, now, returning=False)
 
@@ -291,7 +269,6 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.RankBack: faults.rank_back,
     ev.TierOff: faults.tier_off,
     ev.TierOn: faults.tier_on,
-    ev.ResizeTier: _resize_tier,
     ev.Discovered: faults.discovered,
     ev.Vanished: faults.vanished,
     ev.Tick: _tick,

@@ -47,8 +47,6 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     leaving: int
     doomed: int
     """Slots that cannot be reused yet, because something may still write to them."""
-    closing: int
-    """Slots in use that the tier has too many, since it was made smaller."""
     held: int
     """Slots that a lease or an operation relies on."""
     tokens_cached: int
@@ -247,7 +245,6 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         ready=pool.count(SlotState.READY),
         leaving=pool.leaving_count,
         doomed=pool.count(SlotState.DOOMED),
-        closing=pool.closing,
         held=pool.held_count,
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],

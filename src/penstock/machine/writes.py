@@ -199,7 +199,7 @@ def _follows_refused(books: Books, tier: Tier, node: int) -> bool:
     parent = books.nodes.parent_view[node]
     if parent == NOWHERE or tier.slot_of[parent] != NOWHERE:
         return False
-    if tier.free_count > 0 and not tier.reclaims:
+    if tier.pool.free_count > 0 and not tier.reclaims:
         return False
     key = books.nodes.keys[parent]
     return key is not None and books.departed.refused_by(key) == tier.name
@@ -208,7 +208,7 @@ def _follows_refused(books: Books, tier: Tier, node: int) -> bool:
 def _judge_of(books: Books, tier: Tier, nodes: NDArray[np.int32], priority: int) -> Judge | None:
     """What says which blocks are worth those that would leave for them; `None`: none would."""
     tenant = int(books.nodes.tenant[nodes[0]])
-    fits = len(nodes) <= tier.free_count and not tier.over_quota(tenant, len(nodes))
+    fits = len(nodes) <= tier.pool.free_count and not tier.over_quota(tenant, len(nodes))
     if fits and not tier.reclaims:
         return None
     own = int(books.nodes.priority[nodes].max())
@@ -267,8 +267,7 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
     Blocks that a lower tier should get first are written down before they go.
     """
     settings = tier.settings
-    # Slots of a tier that was made smaller are owed, too.
-    free = tier.pool.free_count + tier.pool.leaving_count - tier.pool.closing
+    free = tier.pool.free_count + tier.pool.leaving_count
     if free >= settings.low_slots or not tier.on:
         return
     below = [

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.errors import ConfigError, PeerError
 from penstock.machine.events import Computed
-from penstock.runtime.memory import CacheMemory, ResizeStatus
+from penstock.runtime.memory import CacheMemory
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.rank_facts import RankFacts, require_fit, slowest_ready_s
 from penstock.runtime.rank_links import ChannelLinks, LocalLink
@@ -203,69 +203,6 @@ class BaseCache:
             if self._driver.is_quiet:
                 return
             self._deliver(self._driver.step(budget_bytes=budget_bytes, again=again))
-            self._memory.give_back_closed()
-
-    def tier_blocks(self, name: str, *, gib: float | None = None, blocks: int | None = None) -> int:
-        """How many blocks a tier would have with another size; changes nothing.
-
-        Raises:
-            ConfigError: there is no such tier, or it cannot have this size.
-        """
-        self._access.require()
-        return self._memory.slots_for(as_text("name", name), gib=gib, blocks=blocks)
-
-    def resize_tier(self, name: str, *, gib: float | None = None, blocks: int | None = None) -> int:
-        """Makes a tier smaller or larger; blocks leave by its policy. See `resize_status`.
-
-        A tier in memory can be as large as it was opened with. Blocks leave at once where nothing
-        uses them; `closing` in its statistics counts the others. On the CPU the memory goes back to
-        the system as soon as that is 0. Ranks in other processes give theirs back by
-        `Rank.give_back`.
-
-        The room of a disk is that of its folder, for all engines that share it; the last call of
-        any of them counts. Its store process may refuse, which `resize_status` says after a `step`.
-
-        Args:
-            name: The tier.
-            gib: Its size on each rank, or the room of its folder; or
-            blocks: how many it has, in memory.
-
-        Returns:
-            How many blocks it has room for.
-
-        Raises:
-            ConfigError: there is no such tier, it cannot have this size, or there is no memory.
-        """
-        name = as_text("name", name)
-        with self._access:
-            return self._memory.resize(name, gib=gib, blocks=blocks)
-
-    def check_resize(
-        self, name: str, *, gib: float | None = None, blocks: int | None = None
-    ) -> int:
-        """Asks whether a tier could have another size, and changes nothing.
-
-        For a disk, its store process is asked whether there is room; `resize_status` has the
-        answer after a `step`.
-
-        Returns:
-            How many blocks it would have room for.
-
-        Raises:
-            ConfigError: there is no such tier, or it cannot have this size.
-        """
-        name = as_text("name", name)
-        with self._access:
-            return self._memory.check_size(name, gib=gib, blocks=blocks)
-
-    def resize_status(self, name: str) -> ResizeStatus:
-        """What came of the last `resize_tier` or `check_resize` of a tier.
-
-        Raises:
-            ConfigError: there is no such tier.
-        """
-        self._access.require()
-        return self._memory.resize_status(as_text("name", name))
 
     def store_status(self, cause: str = "") -> StoreStatus | None:
         """The store process as it is now; `None` where nothing outlives this process.
@@ -276,11 +213,6 @@ class BaseCache:
         cause = as_text("cause", cause)
         self._access.require()
         return self._driver.store_status(cause)
-
-    def closed_slots(self, name: str) -> list[int]:
-        """The slots of a tier that was made smaller which hold nothing any more."""
-        self._access.require()
-        return self._memory.closed_slots(as_text("name", name))
 
     @property
     def asleep(self) -> bool:

@@ -217,21 +217,18 @@ class CopyExecutor:
             return device.can_give_back
         return store is not None and store.medium == "arrays"
 
-    def give_back(self, tier: int, slots: Sequence[int] | None = None) -> int:
-        """Returns the pages of slots that no copy touches, or of a whole tier, to the system.
+    def give_back(self, tier: int) -> int:
+        """Returns the pages of a tier that no copy touches to the system, until `take_again`.
 
-        Returns how many bytes that were; 0 where the memory is of another kind. Of memory that a
-        device has registered, only a whole tier is returned, until `take_again`.
+        Returns how many bytes that were; 0 where the memory is of another kind.
         """
         store: object = self.stores[tier] if tier < len(self.stores) else None
         device: object = self.stores[DEVICE]
         if not self.can_give_back or not isinstance(store, GivesBack):
             return 0
         if isinstance(device, SleepsAndWakes) and tier != DEVICE:
-            if slots is not None:
-                return 0
             device.release(store)
-        return store.give_back(slots)
+        return store.give_back()
 
     def take_again(self) -> None:
         """Takes memory again that a device gave back; other memory comes when it is used.

@@ -166,32 +166,18 @@ def _stored_bytes(order: _Order, size: int, config: Config) -> int:
     block_bytes, cell_count = order.layout.block_bytes, len(order.layout.cells)
     if order.kind.name in SHARED_KINDS:
         return parts * (HEAD_BYTES + cell_count * SUM_BYTES + block_bytes)
-    sizes = stored_sizes(block_bytes, cell_count, parts)
-    if size < sizes.least:
+    least = Geometry.least_bytes(block_bytes=block_bytes, cell_count=cell_count)
+    # One segment that is filled and one that can be given up, of each part of a block.
+    if size < 2 * parts * least:
         raise ConfigError(
             f"{order.place}.gib",
-            f"is {order.kind.gib}, must be at least {sizes.least / GIB:.6g} for blocks of "
+            f"is {order.kind.gib}, must be at least {2 * parts * least / GIB:.6g} for blocks of "
             f"{block_bytes} bytes on {counted(parts, 'rank')}",
         )
-    return sizes.block
-
-
-class StoredSizes(NamedTuple):
-    """What a stored tier needs, in bytes, for all ranks."""
-
-    block: int
-    """For a block, with its sums and its row."""
-    least: int
-    """For one segment that is filled and one that can be given up, of each part of a block."""
-
-
-def stored_sizes(block_bytes: int, cell_count: int, parts: int) -> StoredSizes:
-    """What blocks take where `parts` ranks store a part of each."""
-    least = Geometry.least_bytes(block_bytes=block_bytes, cell_count=cell_count)
     geometry = Geometry(
         segment_bytes=max(SEGMENT_BYTES, least), block_bytes=block_bytes, cell_count=cell_count
     )
-    return StoredSizes(parts * (geometry.slot_bytes + ROW_BYTES), 2 * parts * least)
+    return parts * (geometry.slot_bytes + ROW_BYTES)
 
 
 def _require_host_tiers(orders: list[_Order], arenas: Mapping[str, int]) -> None:

@@ -38,7 +38,6 @@ from penstock.vocabulary.arguments import (
     as_seconds,
     as_text,
     as_time,
-    as_tuple,
     as_waitables,
 )
 
@@ -193,15 +192,14 @@ class Rank:
         ready = wait_any(channels, descriptors, deadline=min(deadline, due))
         return bool(ready.channels or ready.descriptors) or time.monotonic() >= due
 
-    def give_back(self, tier: str = "", slots: Sequence[int] | None = None) -> int:
+    def give_back(self, tier: str = "") -> int:
         """Returns memory to the system that the owner said holds nothing; it stays usable.
 
         Args:
             tier: A tier below the device; empty: the device's own blocks.
-            slots: Of that tier; without it all.
 
         Returns:
-            How many bytes; 0 for slots that a GPU has registered.
+            How many bytes.
 
         Raises:
             UnavailableError: the system does not take it, or the memory of a GPU belongs to the
@@ -212,21 +210,15 @@ class Rank:
         if as_text("tier", tier) not in names:
             known = ", ".join(map(repr, names))
             raise ValueError(f"tier is {reprlib.repr(tier)}, must be one of {known}")
-        if slots is not None:
-            if not tier:
-                raise ValueError("slots are given, must be None for the device's blocks")
-            last = self.facts.tiers[names.index(tier) - 1].slot_count - 1
-            given = as_tuple("slots", slots)
-            slots = [as_int(f"slots[{at}]", each, 0, last) for at, each in enumerate(given)]
         with self._access:
-            if self.executor.busy and slots is None:
+            if self.executor.busy:
                 raise ValueError(
                     f"{counted(self.executor.copy_count, 'copy', 'copies')} under way, must be "
                     "none while a whole tier is given back"
                 )
-            if slots is None and not self.executor.can_give_back:
+            if not self.executor.can_give_back:
                 raise UnavailableError(NOT_GIVEN_BACK)
-            return self.executor.give_back(names.index(tier), slots)
+            return self.executor.give_back(names.index(tier))
 
     def take_again(self) -> None:
         """Takes memory again that a GPU gave back; after `give_back`, before the next copy.

@@ -35,7 +35,6 @@ from penstock.machine.events import (
     CopyReport,
     Discovered,
     Prefetch,
-    ResizeTier,
     Searched,
     TierOff,
     TierOn,
@@ -50,7 +49,6 @@ from penstock.store.link import (
     StoreGone,
     StoreLost,
     StoreState,
-    TierResized,
     Voided,
 )
 from penstock.store.messages import StoreConfig, StoreTierConfig
@@ -204,13 +202,6 @@ class StoredTiers:
         """Why the tiers are off, whatever the store says."""
         self.starting = set(self.tiers)
         """Those that are off only because a process, a session or a tier begins."""
-        self.resizes: dict[int, str | None] = {}
-        """What came of the last change of each tier's size: `None` as long as it is under way,
-        else why it cannot be, or nothing."""
-        self._growths: dict[tuple[int, int], int] = {}
-        """Tier and bytes to the blocks that the cache shall know of, once the tier has them."""
-        self._grown: dict[int, int] = {}
-        """Tier to the most blocks that the cache was made able to know of since it was opened."""
         self._operations: set[OperationId] = set()
         self._wanted: dict[int, _Wanted] = {}
         self._searches: dict[LeaseId, int] = {}
@@ -352,19 +343,6 @@ class StoredTiers:
         for tier in self.tiers:
             self.link.void(tier)
 
-    def resize(self, tier: int, size_bytes: int, *, grows_to: int = 0) -> None:
-        """Changes the room of a tier, for all engines that share it: see `resizes`."""
-        self.resizes[tier] = None
-        self._growths[tier, size_bytes] = grows_to
-        self.link.resize(tier, size_bytes)
-        self.link.dispatch()
-
-    def check_size(self, tier: int, size_bytes: int) -> None:
-        """Asks the store whether a tier could have this size: see `resizes`."""
-        self.resizes[tier] = None
-        self.link.check_size(tier, size_bytes)
-        self.link.dispatch()
-
     def forget_prefetches(self) -> None:
         """What the store answers to prefetches from now on starts no copies."""
         self._wanted = {number: each for number, each in self._wanted.items() if each.lease}
@@ -434,8 +412,6 @@ class StoredTiers:
                 yield Vanished(tier=result.tier, keys=result.keys)
             case Voided():
                 yield from self._void(result)
-            case TierResized():
-                yield from self._resized(result)
             case StoreState():
                 self.states[result.tier] = result
                 yield from self._switch(result.tier)
@@ -443,16 +419,6 @@ class StoredTiers:
                 yield from chain(*(self._lose(tier, result) for tier in self.tiers))
             case StoreBack():
                 yield from chain(*map(self._switch, self.tiers))
-
-    def _resized(self, result: TierResized) -> Iterator[Event]:
-        self.resizes[result.tier] = result.problem
-        if result.checked:
-            return
-        # Not before the store has agreed: room to know of many blocks takes memory, and time.
-        slots = self._growths.pop((result.tier, result.size_bytes), 0)
-        if not result.problem and slots > self._grown.get(result.tier, 0):
-            self._grown[result.tier] = slots
-            yield ResizeTier(tier=result.tier, slot_count=slots)
 
     def _void(self, voided: Voided) -> Iterator[Event]:
         self._listed.discard(voided.tier)

@@ -97,15 +97,6 @@ class LoadJob(NamedTuple):
     salt: int
 
 
-class ResizeJob(NamedTuple):
-    """Change the room of the tier. It has ended when the tier takes no more than that."""
-
-    ticket: int
-    size_bytes: int
-    checks: bool = False
-    """Whether it is only checked that the tier could have this size."""
-
-
 class FindJob(NamedTuple):
     """Which blocks of a chain are there, on every rank?"""
 
@@ -202,14 +193,6 @@ class StoreTier(Protocol):
 
     def load(self, job: LoadJob) -> None:
         """Takes a job in; loads go before saves."""
-        ...
-
-    def resize(self, job: ResizeJob) -> None:
-        """Takes a job in. Blocks that find no room any more are given up by policy.
-
-        It is reported with a failure, which begins with "is" and the size, if the tier cannot have
-        this size; nothing was changed then.
-        """
         ...
 
     def cancel(self, ticket: int) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from penstock.store.base import LoadJob, ResizeJob
+    from penstock.store.base import LoadJob
     from penstock.store.disk_cipher import DiskCipher
     from penstock.vocabulary.ids import Key
 
@@ -168,8 +168,6 @@ class DiskTier:
             # An older copy may have been put in its place meanwhile.
             self._generations.save()
         with board.lock:
-            for ticket in list(board.resizes):
-                board.end_resize(ticket, "is refused: the tier was closed")
             board.closed = True
         os.close(board.event)
         self._folder.close()
@@ -250,12 +248,6 @@ class DiskTier:
                 reads.append(RunToRead(load, segments[number], chunk[0][1], positions))
         return reads
 
-    def resize(self, job: ResizeJob) -> None:
-        with self._board.lock:
-            self._require_open(job.ticket)
-            self._board.resizes[job.ticket] = job
-            self._board.tell_keeper(job)
-
     def cancel(self, ticket: int) -> None:
         with self._board.lock:
             load, save = self._board.loads.get(ticket), self._board.saves.get(ticket)
@@ -272,8 +264,7 @@ class DiskTier:
     def _require_open(self, ticket: int) -> None:
         if self._board.closing:
             raise ValueError("the disk tier is closed")
-        board = self._board
-        if ticket in board.saves or ticket in board.loads or ticket in board.resizes:
+        if ticket in self._board.saves or ticket in self._board.loads:
             raise ValueError(f"ticket is {ticket}, which is in hand already")
 
     # Answers

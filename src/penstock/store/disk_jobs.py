@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.operations import BlockFault
-from penstock.store.base import EndedJob, ResizeJob, SaveJob
+from penstock.store.base import EndedJob, SaveJob
 from penstock.store.disk_io import RUN_BYTES_MAX, RUN_BYTES_MIN, RUN_SLOTS_MAX
 
 if TYPE_CHECKING:
@@ -146,12 +146,8 @@ class JobBoard:
         self.idle = threading.Condition(lock)
         self.reads: deque[RunToRead] = deque()
         self.writes: deque[RunToWrite | SegmentToSync] = deque()
-        self.inbox: deque[SaveInHand | RunToWrite | RowToBury | ResizeJob] = deque()
+        self.inbox: deque[SaveInHand | RunToWrite | RowToBury] = deque()
         """Of the keeper."""
-        self.resizes: dict[int, ResizeJob] = {}
-        """Changes of the size that are in hand."""
-        self.trims = False
-        """Whether segments are being given up for one of them."""
         self.saves: dict[int, SaveInHand] = {}
         self.loads: dict[int, LoadInHand] = {}
         self.pending: dict[int, list[tuple[SaveInHand, int]]] = {}
@@ -212,7 +208,7 @@ class JobBoard:
             write.failure = "cancelled"
             self.tell_keeper(write)
 
-    def tell_keeper(self, message: SaveInHand | RunToWrite | RowToBury | ResizeJob) -> None:
+    def tell_keeper(self, message: SaveInHand | RunToWrite | RowToBury) -> None:
         self.inbox.append(message)
         self.keeper_ready.notify()
 
@@ -246,23 +242,6 @@ class JobBoard:
             self._report_load(save.load)
         self.idle.notify_all()
 
-    def end_resizes(self, failure: str = "") -> None:
-        """Reports all changes of the size that the keeper has come to."""
-        self.trims = False
-        waiting = {each.ticket for each in self.inbox if isinstance(each, ResizeJob)}
-        for ticket in [each for each in self.resizes if each not in waiting]:
-            self.end_resize(ticket, failure)
-
-    def end_resize(self, ticket: int, failure: str = "") -> None:
-        del self.resizes[ticket]
-        self.report(ticket, {}, failure)
-
-    def end_use(self, segment: DiskSegment) -> None:
-        """An operation in a segment has ended: it may be given up now."""
-        segment.busy -= 1
-        if self.trims:
-            self.keeper_ready.notify()
-
     def end_blocks(self, save: SaveInHand, positions: Sequence[int], failure: str) -> None:
         """Blocks that this save was to write are written, or failed; others may wait for them."""
         for position in positions:
@@ -277,7 +256,7 @@ class JobBoard:
     def end_read(self, read: RunToRead, faults: dict[int, BlockFault]) -> None:
         """A read is done; `faults` are by position in it."""
         load, segment = read.load, read.segment
-        self.end_use(segment)
+        segment.busy -= 1
         for place, fault in faults.items():
             position = read.positions[place]
             load.faults[position] = fault

@@ -174,10 +174,6 @@ class SegmentPool:
         """What all segments take."""
         return sum(each.file_bytes for each in self.segments.values())
 
-    def can_trim(self) -> bool:
-        """Whether segments take no more than they may, or one of them can be given up now."""
-        return self.file_bytes <= self.room_bytes or self._coldest() is not None
-
     def take_gone(self) -> list[GoneBlocks]:
         gone, self._gone = self._gone, []
         return gone
@@ -188,30 +184,6 @@ class SegmentPool:
     def is_cold(self, segment: DiskSegment) -> bool:
         """Whether it is in the half that is given up next. While there is room, none is."""
         return segment.number in self._cold
-
-    # Another size; by the keeper alone
-
-    def resize(self, size_bytes: int) -> None:
-        """From now on segments may take this much; `trim` gives up what is too much."""
-        with self._lock:
-            self.size_bytes = self.room_bytes = self._refused_at = size_bytes
-            self._cold = set()
-
-    def trim(self) -> int:
-        """Gives up segments, the coldest first, until the others fit; removes their files.
-
-        Returns:
-            How many bytes are still too many: segments in use, and those of another key, stay.
-        Raises `OSError`: a table cannot be read, or a file cannot be removed.
-        """
-        while True:
-            with self._lock:
-                left = self.file_bytes - self.room_bytes
-                victim = self._coldest() if left > 0 else None
-            if victim is None:
-                return max(0, left)
-            if self._give_up(victim):
-                self._remove(victim)
 
     def _remove(self, segment: DiskSegment) -> None:
         """Removes a segment that was given up, and its file."""

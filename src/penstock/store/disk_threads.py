@@ -28,7 +28,6 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
 from penstock.movers.packing import PackedSums
-from penstock.store.base import ResizeJob
 from penstock.store.disk_format import ROW, ROW_BYTES, Geometry, seal_rows
 from penstock.store.disk_index import make_rows
 from penstock.store.disk_io import (
@@ -138,7 +137,7 @@ class DiskThreads:
             case SegmentToSync():
                 self.sync(task.segment)
                 with self._board.lock:
-                    self._board.end_use(task.segment)
+                    task.segment.busy -= 1
 
     def _run_of(self, task: RunToRead | RunToWrite, job: SaveJob | LoadJob) -> Run:
         geometry = task.segment.geometry
@@ -254,7 +253,7 @@ class DiskThreads:
     def is_keeper_due(self) -> bool:
         """Whether `keep` has something to do."""
         board = self._board
-        return bool(board.inbox) or self._retry_is_due() or (board.trims and board.pool.can_trim())
+        return bool(board.inbox) or self._retry_is_due()
 
     def keep(self) -> None:
         """What the keeper does with all that waits for it, and when it is time to try again."""
@@ -272,21 +271,14 @@ class DiskThreads:
             for each in messages:
                 if isinstance(each, RowToBury):
                     self._bury(each)
-                elif isinstance(each, ResizeJob):
-                    self._resize(each)
-            if board.trims:
-                self._trim()
             if retry:
                 self._try_again()
         except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
             with board.lock:
                 self._fail(messages, board.break_down(error))
 
-    def _fail(
-        self, messages: Sequence[SaveInHand | RunToWrite | RowToBury | ResizeJob], why: str
-    ) -> None:
+    def _fail(self, messages: Sequence[SaveInHand | RunToWrite | RowToBury], why: str) -> None:
         """Ends what an error of ours left in hand."""
-        self._board.end_resizes(why)
         for each in messages:
             if isinstance(each, RunToWrite) and not each.ended:
                 each.failure = why
@@ -455,68 +447,6 @@ class DiskThreads:
         except OSError as error:
             self._switch_off(row.segment, f"writing rows failed: {error.strerror}", error)
 
-    # Another size
-
-    def _resize(self, job: ResizeJob) -> None:
-        board = self._board
-        problem = self._why_not(job.size_bytes)
-        with board.lock:
-            if job.ticket not in board.resizes:
-                return  # An error of ours has ended it.
-            if problem or job.checks:
-                board.end_resize(job.ticket, problem)
-                return
-            board.trims = True
-        board.pool.resize(job.size_bytes)
-        with board.lock:
-            board.change_state()
-
-    def _why_not(self, size_bytes: int) -> str:
-        """Why the folder cannot have a size; empty if it can."""
-        board = self._board
-        with board.lock:
-            if size_bytes <= board.pool.size_bytes:
-                return ""
-            used = board.pool.file_bytes
-        try:
-            found = self._calls.statvfs(board.folder.fd)
-        except OSError as error:
-            return (
-                f"is {size_bytes / GIB:.6g}, but the free space of folder {board.folder.path} "
-                f"cannot be read: {error.strerror}"
-            )
-        free = found.f_bavail * found.f_frsize
-        if size_bytes <= used + free:
-            return ""
-        return (
-            f"is {size_bytes / GIB:.6g}, must be at most {(used + free) / GIB:.6g}: the file "
-            f"system of folder {board.folder.path} has {free / GIB:.6g} GiB free, and the tier "
-            f"has {used / GIB:.6g} GiB"
-        )
-
-    def _trim(self) -> None:
-        """Gives up segments that are too many; reports the new size when the others fit."""
-        board = self._board
-        try:
-            left = board.pool.trim()
-        except OSError as error:
-            why = f"segments cannot be given up: {error.strerror}"
-            with board.lock:
-                board.switch_off(why, error)
-                board.end_resizes(f"is refused: {why}")
-            return
-        with board.lock:
-            if board.pool.has_gone():
-                board.signal()
-            if not left:
-                board.end_resizes()
-                board.change_state()
-            elif all(each.foreign for each in board.pool.segments.values()):
-                board.end_resizes(
-                    f"is too small by {left / GIB:.6g}: so much is taken by segments of another "
-                    "encryption key, which are left alone"
-                )
-
     def _try_again(self) -> None:
         """Whether the folder can be written again; if it was exchanged, it is read anew."""
         board = self._board
@@ -527,7 +457,6 @@ class DiskThreads:
             else:
                 board.folder.lock_again()
                 pool = self._take_folder()
-                pool.resize(board.pool.size_bytes)
             pool.generations.save()
         except (OSError, PenstockError):
             with board.lock:

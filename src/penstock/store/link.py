@@ -51,9 +51,6 @@ from penstock.store.messages import (
     OwnerWelcome,
     PageAnswer,
     PageRequest,
-    ResizeAnswer,
-    ResizeNotice,
-    ResizeRequest,
     SaveRequest,
     StateNotice,
     StorePing,
@@ -165,27 +162,8 @@ class StoreBack(NamedTuple):
     """The tiers of the store can be used, each as its last `StoreState` says. Page anew."""
 
 
-class TierResized(NamedTuple):
-    """The answer to `StoreLink.resize` and `check_size`."""
-
-    tier: int
-    size_bytes: int
-    problem: str
-    """Why it cannot have this size; empty if it has it, or could."""
-    checked: bool
-    """Whether only that was asked."""
-
-
 StoreResult = (
-    CopyReport
-    | FoundInStore
-    | Paged
-    | StoreGone
-    | Voided
-    | StoreState
-    | TierResized
-    | StoreLost
-    | StoreBack
+    CopyReport | FoundInStore | Paged | StoreGone | Voided | StoreState | StoreLost | StoreBack
 )
 
 
@@ -239,9 +217,6 @@ class StoreLink:
         self._rests: dict[int, _PageRest] = {}
         self._rests_wanted: set[int] = set()
         self._resets = KnownResets()
-        self._sizes: dict[int, int] = {}
-        """The size that this link gave each tier last; the next process is told it again."""
-        self._resizes: dict[int, ResizeRequest] = {}
         self._welcome = False
         self._silent = False
         self._told: StoreLost | StoreBack | None = None
@@ -339,30 +314,6 @@ class StoreLink:
         self._forget_pages(tier)
         if self._session.is_connected:
             self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
-
-    def resize(self, tier: int, size_bytes: int) -> None:
-        """Changes the room of a tier, for all engines, now or when the store is back.
-
-        `TierResized` says when it has it, or why not. A store process that is restarted is told
-        the size again, unless another engine has changed it since.
-        """
-        self._request_size(tier, size_bytes, checks=False)
-
-    def check_size(self, tier: int, size_bytes: int) -> None:
-        """Asks whether a tier could have this size; `TierResized` says so, or why not."""
-        if self._session.is_connected:
-            self._request_size(tier, size_bytes, checks=True)
-        else:
-            problem = f"cannot be checked: the store is away: {self._session.why}"
-            self._results.append(TierResized(tier, size_bytes, problem, checked=True))
-
-    def _request_size(self, tier: int, size_bytes: int, *, checks: bool) -> None:
-        self._question_number += 1
-        number = self._question_number
-        request = ResizeRequest(number, self._numbers[tier], size_bytes, checks)
-        self._resizes[number] = request
-        if self._session.is_connected:
-            self._put(request, MESSAGE_HEAD_BYTES)
 
     @property
     def unconfirmed_voids(self) -> set[int]:
@@ -481,13 +432,9 @@ class StoreLink:
         self._silent = False
         again = self._resets.ask_again()
         voids = [VoidRequest(self._numbers[tier], space) for tier, space in again]
-        for tier, size_bytes in self._sizes.items():
-            number = self._numbers[tier]
-            if number not in {each.tier for each in self._resizes.values()}:
-                self._request_size(tier, size_bytes, checks=False)
         known = self._resets.generations(self._indexes, self._hello.space)
         hello = msgspec.structs.replace(self._hello, generations=known)
-        self._queue = [hello, *voids, *self._resizes.values()]
+        self._queue = [hello, *voids]
         self._queue_bytes = 0
         self._old_tickets_below = self._ticket + 1
         self._send_batch()
@@ -501,9 +448,6 @@ class StoreLink:
         for number, find in self._finds.items():
             self._results.append(FoundInStore(number, find.tier, [False] * find.keys))
         self._finds.clear()
-        for number, request in list(self._resizes.items()):
-            if request.checks:
-                self._end_resize(number, f"cannot be checked: {lost.why}")
         if lost.dead:
             self._fail_copies_below(self._ticket + 1, lost.why)
         self._lose(lost.why, fenced=lost.dead, starts=starts)
@@ -553,7 +497,7 @@ class StoreLink:
 
     @property
     def _awaits_answer(self) -> bool:
-        return bool(self._copies or self._finds or self._resizes)
+        return bool(self._copies or self._finds)
 
     def _take_answer(self, answer: AnyStoreAnswer) -> None:
         match answer:
@@ -572,10 +516,6 @@ class StoreLink:
                 self._take_generation(answer)
             case StateNotice():
                 self._results.append(StoreState(self._tier(answer.tier), state_of(answer)))
-            case ResizeAnswer():
-                self._end_resize(answer.number, answer.problem)
-            case ResizeNotice():
-                self._forget_size(self._tier(answer.tier), answer.size_bytes)
             case OwnerWelcome() | OwnerWaiting():
                 self._take_greeting(answer)
             case _:
@@ -591,21 +531,6 @@ class StoreLink:
             self._cursors[tier] = answer.cursor
             page = _PageRest(keys, parents, answer.cursor)
             self._results.append(self._next_page(tier, page))
-
-    def _forget_size(self, tier: int, size_bytes: int) -> None:
-        """Another engine has resized a tier: its size is the one that lasts."""
-        if self._sizes.get(tier) != size_bytes:
-            self._sizes.pop(tier, None)
-
-    def _end_resize(self, number: int, problem: str) -> None:
-        request = self._resizes.pop(number, None)
-        if request is None:
-            return  # Of an earlier session.
-        tier = self._indexes[request.tier]
-        if not problem and not request.checks:
-            self._sizes[tier] = request.size_bytes
-        resized = TierResized(tier, request.size_bytes, problem, checked=request.checks)
-        self._results.append(resized)
 
     def _take_generation(self, notice: VoidNotice | GenerationNotice) -> None:
         tier = self._tier(notice.tier)

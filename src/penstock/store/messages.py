@@ -178,16 +178,6 @@ class VoidSeen(StoreMessage, array_like=True, frozen=True, gc=False):
     generation: Count
 
 
-class ResizeRequest(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Change the room of a tier, for all engines. Answer: `ResizeAnswer`."""
-
-    number: U64
-    tier: TierNumber
-    size_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    checks: bool
-    """Whether it is only checked that the tier could have this size."""
-
-
 class StorePing(StoreMessage, array_like=True, frozen=True, gc=False):
     """Are you there? Answer: `StorePong`."""
 
@@ -282,21 +272,6 @@ class StateNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     generations_lost: Count
 
 
-class ResizeAnswer(StoreMessage, array_like=True, frozen=True, gc=False):
-    """The tier has this size, or could have it if that was the question."""
-
-    number: U64
-    problem: Text
-    """Why not; empty if so."""
-
-
-class ResizeNotice(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Another engine has changed the room of a tier: what this one asked for counts no more."""
-
-    tier: TierNumber
-    size_bytes: Count
-
-
 class StorePong(StoreMessage, array_like=True, frozen=True, gc=False):
     """The answer to `StorePing`."""
 
@@ -312,7 +287,6 @@ AnyStoreRequest = (
     | PageRequest
     | VoidRequest
     | VoidSeen
-    | ResizeRequest
     | StorePing
 )
 AnyStoreAnswer = (
@@ -327,8 +301,6 @@ AnyStoreAnswer = (
     | GenerationNotice
     | VoidNotice
     | StateNotice
-    | ResizeAnswer
-    | ResizeNotice
     | StorePong
 )
 
@@ -437,8 +409,6 @@ def answer_bytes(answer: AnyStoreAnswer) -> int:
             return MESSAGE_HEAD_BYTES + len(answer.keys)
         case OwnerWaiting(text) | SessionRefused(text) | VoidNotice(unkept=text):
             return MESSAGE_HEAD_BYTES + 4 * len(text)
-        case ResizeAnswer():
-            return MESSAGE_HEAD_BYTES + 4 * len(answer.problem)
         case StateNotice():
             return 2 * MESSAGE_HEAD_BYTES + 4 * len(answer.why)
         case _:

@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
@@ -36,7 +36,6 @@ from penstock.store.base import (
     LoadJob,
     MappedArena,
     NewGeneration,
-    ResizeJob,
     SaveJob,
     Space,
 )
@@ -55,9 +54,6 @@ from penstock.store.messages import (
     OwnerWaiting,
     OwnerWelcome,
     PageRequest,
-    ResizeAnswer,
-    ResizeNotice,
-    ResizeRequest,
     SaveRequest,
     StorePing,
     StorePong,
@@ -80,7 +76,7 @@ from penstock.store.sessions import (
     tell_known,
 )
 from penstock.store.sockets import StoreBusyError, StoreListener
-from penstock.store.tier_slots import NOBODY, TIER_KINDS, TierSlot
+from penstock.store.tier_slots import TIER_KINDS, TierSlot
 from penstock.supervisor.descriptors import close_all
 from penstock.tiers.host import HostTier
 from penstock.transport.base import Empty
@@ -99,8 +95,6 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 """Every rank of a machine and its engines; each has a descriptor or three of 1,024."""
-RESIZES_MAX = 1024
-"""Changes of the size of tiers in hand, of all owners; an operator makes one at a time."""
 TICKETS_MAX = 4096
 """Jobs in hand of one owner; more are reported as failed at once."""
 JOB_S_MAX = 3600.0
@@ -155,14 +149,6 @@ class _Job:
     """Whether it has failed, whatever its tier reports."""
 
 
-class _Resize(NamedTuple):
-    """A change of the size of a tier, as an owner has asked for it."""
-
-    session: ClientSession
-    slot: TierSlot
-    request: ResizeRequest
-
-
 class StoreServer:
     """Serves the sessions of one socket with the tiers in `slots`."""
 
@@ -184,7 +170,6 @@ class StoreServer:
         """By name; the last is used."""
         self._offers: dict[ClientSession, OfferedArena] = {}
         self._jobs: dict[int, _Job] = {}
-        self._resizes: dict[int, _Resize] = {}
         """By the ticket of their jobs."""
         self._questions = StoreQuestions()
         self._strays: Counter[int | str] = Counter()
@@ -317,8 +302,6 @@ class StoreServer:
                 self._void(owner, request)
             case VoidSeen():
                 owner.note_seen(request)
-            case ResizeRequest():
-                self._resize(session, owner.slot(request.tier), request)
             case StorePing():
                 session.answer(StorePong())
             case _:
@@ -537,7 +520,7 @@ class StoreServer:
         if slot.tier is None:
             return
         for ended in slot.tier.collect():
-            self._report(ended)
+            self._report_job(ended)
         for gone in slot.tier.take_gone():
             for session, owner in self._owners.items():
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
@@ -545,13 +528,6 @@ class StoreServer:
             self._learn_generation(slot, new)
         if isinstance(slot.tier, AskedTier):
             self._questions.answer(slot.tier.take_found())
-
-    def _report(self, ended: EndedJob) -> None:
-        resize = self._resizes.pop(ended.ticket, None)
-        if resize is not None:
-            self._report_resize(resize, ended.failure)
-        elif ended.ticket != NOBODY:
-            self._report_job(ended)
 
     def _report_job(self, ended: EndedJob) -> None:
         job = self._jobs.pop(ended.ticket)
@@ -593,7 +569,7 @@ class StoreServer:
         """What of a block has to be there, once for each arena that is."""
         return [arena.part for arena in self._mapped(owner)]
 
-    # Resets and sizes.
+    # Resets.
 
     def _void(self, owner: OwnerState, request: VoidRequest) -> None:
         slot = owner.slot(request.tier)
@@ -642,26 +618,6 @@ class StoreServer:
             asking = self._owners.get(session)
             if asking is not None:
                 self._questions.page(session, asking, request, self._mapped(asking))
-
-    def _resize(self, session: ClientSession, slot: TierSlot, request: ResizeRequest) -> None:
-        if len(self._resizes) >= RESIZES_MAX:
-            raise PeerError(f"{RESIZES_MAX} changes of the size of tiers wait, which is the most")
-        self._number += 1
-        self._resizes[self._number] = _Resize(session, slot, request)
-        ended = slot.resize(ResizeJob(self._number, request.size_bytes, request.checks))
-        if ended is not None:
-            self._report(ended)
-
-    def _report_resize(self, resize: _Resize, problem: str) -> None:
-        """Answers who has asked. The others learn that theirs is not the last size any more."""
-        session, slot, request = resize
-        session.answer(ResizeAnswer(request.number, short(problem)))
-        if problem or request.checks:
-            return
-        logger.info("store tier resized: tier=%s bytes=%d", slot.name, request.size_bytes)
-        for other, owner in self._owners.items():
-            if other is not session and slot in owner.tiers:
-                other.answer(ResizeNotice(owner.tiers.index(slot), request.size_bytes))
 
     # Tiers.
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         LoadJob,
         MappedArena,
         NewGeneration,
-        ResizeJob,
         SaveJob,
         Space,
     )
@@ -167,13 +166,6 @@ class SharedTier:
             if taken is not None:
                 self._board.reads += self._board.runs(taken, job.arena.host.layout.block_bytes)
                 self._board.work_ready.notify_all()
-
-    def resize(self, job: ResizeJob) -> None:
-        size = job.size_bytes / GIB
-        why = f"is {size:.6g}, but the size of a shared store is not ours to set"
-        with self._board.lock:
-            self._board.ended.append(EndedJob(job.ticket, failure=why))
-            self._board.signal()
 
     def cancel(self, ticket: int) -> None:
         with self._board.lock:

@@ -18,18 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from msgspec import structs
-
 from penstock.errors import ConfigError, PenstockError, UnavailableError
-from penstock.store.base import OPENING, AskedTier, EndedJob, ResizeJob, StoreTier, TierState
+from penstock.store.base import OPENING, AskedTier, StoreTier, TierState
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.messages import StoreTierConfig
 from penstock.store.shared_kinds import CLIENTS, open_shared
 
-NOBODY = 0
-"""The ticket of a job that nobody waits for."""
-GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 OpenTier = Callable[[StoreTierConfig], StoreTier]
@@ -79,8 +74,6 @@ class TierSlot:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when `open` has something to take."""
         self._opening: threading.Thread | None = None
-        self._opened_bytes = config.size_bytes
-        """The size with which it is being opened, or was."""
         self._opened: StoreTier | Exception | None = None
         """What came of it."""
         self._voids: set[bytes] = set()
@@ -92,7 +85,6 @@ class TierSlot:
         if self._opening is not None:
             return self._take_opened(now)
         if self.tier is None and now >= self.retry_at:
-            self._opened_bytes = self._config.size_bytes
             self._opening = threading.Thread(target=self._run_open, daemon=True, name="open tier")
             self._opening.start()
         return False
@@ -125,24 +117,8 @@ class TierSlot:
             return False
         self.tier = opened
         self.retry_at = math.inf
-        if self._config.size_bytes != self._opened_bytes:
-            self.tier.resize(ResizeJob(NOBODY, self._config.size_bytes))
         logger.info("store tier is open: tier=%s", self.name)
         return True
-
-    def resize(self, job: ResizeJob) -> EndedJob | None:
-        """Changes the size of the tier; `None`: the tier reports the job.
-
-        One that is not open yet is opened with its new size.
-        """
-        if self.tier is not None:
-            self.tier.resize(job)
-            return None
-        if job.checks:
-            size = job.size_bytes / GIB
-            return EndedJob(job.ticket, failure=f"is {size:.6g}, but the tier is off: {self.why}")
-        self._config = structs.replace(self._config, size_bytes=job.size_bytes)
-        return EndedJob(job.ticket)
 
     def void(self, name: bytes) -> int | None:
         """Begins a new generation of a space; `None`: `settle_voids` returns it later."""

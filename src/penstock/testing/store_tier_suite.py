@@ -27,7 +27,6 @@ from penstock.store.base import (
     FindJob,
     LoadJob,
     MappedArena,
-    ResizeJob,
     SaveJob,
     Space,
     part_name,
@@ -169,11 +168,6 @@ class StoreRig:
         self._ticket += 1
         space = self._meant(space)
         self.tier.load(LoadJob(self._ticket, self.arena, space, keys, slots, LOAD_SALT))
-        return self._ticket
-
-    def resize(self, size_bytes: int, *, checks: bool = False) -> int:
-        self._ticket += 1
-        self.tier.resize(ResizeJob(self._ticket, size_bytes, checks))
         return self._ticket
 
     def wait(self, *tickets: int) -> list[EndedJob]:
@@ -439,48 +433,6 @@ class StoreTierSuite(ABC):
 
             assert last.faults == ()
             assert not rig.blocks()[: SLOT_COUNT - 1].any()
-
-    def test_a_smaller_tier_gives_blocks_up_and_keeps_the_others_whole(self) -> None:
-        rig = StoreRig(self.open_listed_tier(), LAYOUTS["whole pages"])
-        saved = rig.fill()
-        rig.save_and_wait(saved)
-        size = 8 * rig.host.slot_bytes
-
-        [ended] = rig.wait(rig.resize(size))
-
-        found = rig.find(saved.keys)
-        assert ended.failure == ""
-        assert rig.tier.state().capacity_bytes == size
-        assert rig.tier.state().block_bytes <= size
-        assert not all(found)
-        kept = [at for at, there in enumerate(found) if there]
-        read = rig.load_and_wait(saved.keys, range(SLOT_COUNT - BLOCK_COUNT, SLOT_COUNT))
-        assert {at for at, _ in read.faults} == {*range(BLOCK_COUNT)} - {*kept}
-
-    def test_a_tier_that_is_large_again_keeps_what_it_has_and_takes_more(self) -> None:
-        rig = StoreRig(self.open_listed_tier(), LAYOUTS["whole pages"])
-        before = rig.tier.state().capacity_bytes
-        rig.wait(rig.resize(before // 2))
-        saved = rig.fill(4)
-        rig.save_and_wait(saved)
-
-        [ended] = rig.wait(rig.resize(before))
-
-        assert ended.failure == ""
-        assert rig.tier.state().capacity_bytes == before
-        assert rig.load_and_wait(saved.keys, [10, 11, 12, 13]).faults == ()
-
-    def test_a_size_that_is_only_checked_changes_nothing(self) -> None:
-        rig = StoreRig(self.open_listed_tier(), LAYOUTS["whole pages"])
-        saved = rig.fill()
-        rig.save_and_wait(saved)
-        before = rig.tier.state().capacity_bytes
-
-        [ended] = rig.wait(rig.resize(1 << 14, checks=True))
-
-        assert ended.failure == ""
-        assert rig.tier.state().capacity_bytes == before
-        assert all(rig.find(saved.keys))
 
     def test_pages_have_every_block_once_with_its_parent(self) -> None:
         rig = StoreRig(self.open_listed_tier(), LAYOUTS["whole pages"])

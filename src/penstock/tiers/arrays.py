@@ -44,10 +44,8 @@ class ArrayTier:
     def blocks(self, slots: Sequence[int]) -> Blocks:
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
 
-    def give_back(self, slots: Sequence[int] | None = None) -> int:
+    def give_back(self) -> int:
         """Returns all pages to the system; blocks of a layer are zeros when they are read next."""
-        if slots is not None:
-            raise ValueError("slots: only all blocks of an engine are given back, must be None")
         return sum(
             give_back_private(buffer.ctypes.data, buffer.nbytes)
             for buffer in self._buffers.values()

@@ -45,8 +45,8 @@ class SlotStore(Protocol):
 class GivesBack(Protocol):
     """A tier whose memory can be returned to the system for a while."""
 
-    def give_back(self, slots: Sequence[int] | None = None) -> int:
-        """Returns the whole pages of some slots, or of all; returns how many bytes they have."""
+    def give_back(self) -> int:
+        """Returns the whole pages of all slots; returns how many bytes they have."""
         ...
 
 

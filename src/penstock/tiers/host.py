@@ -130,17 +130,13 @@ class HostTier:
         first = self.arena.address + self.blocks_offset
         return [(first + start, min(step, end - start)) for start in range(0, end, step)]
 
-    def give_back(self, slots: Sequence[int] | None = None) -> int:
-        """Returns the whole pages of some slots, or of all, to the system; they are zeros then.
+    def give_back(self) -> int:
+        """Returns the whole pages of all slots to the system; they are zeros then.
 
-        Returns how many bytes that were. Nothing may touch these slots meanwhile, and no device
-        may have the memory registered.
+        Returns how many bytes that were. Nothing may touch the slots meanwhile, and no device may
+        have the memory registered.
         """
-        given = 0
-        for first, count in runs_of(range(self.slot_count) if slots is None else slots):
-            start = self.blocks_offset + first * self.slot_bytes
-            given += self.arena.give_back(start, count * self.slot_bytes)
-        return given
+        return self.arena.give_back(self.blocks_offset, self.slot_count * self.slot_bytes)
 
     def close(self) -> None:
         self._sums = self._sums[:0].copy()
@@ -152,15 +148,6 @@ class HostTier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Slots as runs of neighbours: the first of each, and how many."""
-    numbers = np.sort(np.asarray(slots, dtype=np.int64))
-    if not len(numbers):
-        return []
-    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
-    return [(int(run[0]), len(run)) for run in np.split(numbers, ends)]
 
 
 def slot_bytes(layout: Layout) -> int:

@@ -272,9 +272,9 @@ class TensorTier:
             raise ValueError(f"kv lies on {self.device}, must be on the CPU to be read there")
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
 
-    def give_back(self, slots: Sequence[int] | None = None) -> int:
+    def give_back(self) -> int:
         """Returns all pages to the system; blocks are zeros when they are read next."""
-        if slots is not None or not self._buffers:
+        if not self._buffers:
             raise ValueError("only all blocks of an engine on the CPU are given back")
         return sum(
             give_back_private(buffer.ctypes.data, buffer.nbytes)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from penstock import ResizeStatus
 from penstock.errors import CapacityError, UnavailableError, counted
 from penstock_serve.engine.batch import is_decode
 from penstock_serve.engine.requests import Phase
@@ -26,14 +25,13 @@ from penstock_serve.engine.steps import (
     COPIES_ALONE,
     PREFILL_SHARE,
     STEP_S,
-    FreedTier,
     HandedCounts,
     Step,
 )
 from penstock_serve.engine.weights import WeightsNotLoaded
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
     from penstock.toolkit import Channel
     from penstock_serve.engine.handoffs import InstanceHandoffs
@@ -86,8 +84,11 @@ class Workers(Protocol):
         """Replaces the weights on every rank; raises `WeightsNotLoaded`."""
         ...
 
-    def give_back(self, tiers: Sequence[FreedTier], *, weights: bool = False) -> None:
-        """Has ranks in other processes return memory of tiers, and every rank its weights."""
+    def give_back(self, tiers: Sequence[str], *, weights: bool = False) -> None:
+        """Has ranks in other processes return memory of tiers, and every rank its weights.
+
+        An empty name means the device's blocks.
+        """
         ...
 
     def take_again(self) -> None:
@@ -141,7 +142,7 @@ class LocalWorkers:
     def load_weights(self, path: str, digest: str) -> None:
         self.worker.load_weights(path, digest)
 
-    def give_back(self, tiers: Sequence[FreedTier], *, weights: bool = False) -> None:  # noqa: ARG002
+    def give_back(self, tiers: Sequence[str], *, weights: bool = False) -> None:  # noqa: ARG002
         # The cache has given its tiers back itself.
         if weights:
             self.worker.give_back_weights()
@@ -201,8 +202,6 @@ class Engine:
         self.checkpoint: tuple[str, str] | None = None
         """Where its weights came from: a path, and the digest of its files."""
         self._weights_away = False
-        self._resized: set[str] = set()
-        """Tiers whose memory ranks in other processes are to give back."""
         self._flying: list[_Flight] = []
         self._finished = 0.0
         """When the last step ended."""
@@ -331,7 +330,7 @@ class Engine:
         hub = [tier.name for tier in self.cache.config.cache.tiers[:1] if host]
         self.cache.sleep(host=host)
         self._weights_away |= away
-        self.workers.give_back([FreedTier(""), *map(FreedTier, hub)], weights=away)
+        self.workers.give_back(["", *hub], weights=away)
 
     def wake(self) -> None:
         """Ends `sleep`; may be called twice.
@@ -346,51 +345,6 @@ class Engine:
         if self.cache.asleep:
             self.workers.take_again()
         self.cache.wake()
-
-    def resize_tiers(
-        self, sizes: Mapping[str, Mapping[str, int | float]], *, checks: bool = False
-    ) -> None:
-        """Changes the size of tiers: `{"host": {"gib": 2}}` or `{"blocks": 100}`.
-
-        Blocks leave by policy, those in use later: see `resize_status`. With `checks`, it is only
-        checked whether they can have this size.
-        Raises `ConfigError`: there is no such tier, or it cannot have this size; nothing was
-        changed.
-        """
-        for name, size in sizes.items():
-            self.cache.tier_blocks(name, **size)  # type: ignore[arg-type]
-        for name, size in sizes.items():
-            if checks:
-                self.cache.check_resize(name, **size)  # type: ignore[arg-type]
-            else:
-                self.cache.resize_tier(name, **size)  # type: ignore[arg-type]
-                self._resized |= {name} & self._in_memory
-
-    def resize_status(self, names: Collection[str], *, checks: bool = False) -> ResizeStatus:
-        """What came of `resize_tiers` for these tiers.
-
-        Memory of tiers without blocks in use is given back by ranks in other processes.
-        """
-        done = sorted(name for name in self._resized if self.cache.resize_status(name).done)
-        if done:
-            self.workers.give_back(
-                [FreedTier(name, self.cache.closed_slots(name)) for name in done]
-            )
-            self._resized -= set(done)
-        # What a tier in memory can have is known at once.
-        asked = set(names) - self._in_memory if checks else names
-        found = {name: self.cache.resize_status(name) for name in asked}
-        for name, each in found.items():
-            if each.problem:
-                return each._replace(problem=f"{name}.gib: {each.problem}")
-        waits_for = "; ".join(
-            f"tier {name}: {each.waits_for}" for name, each in found.items() if not each.done
-        )
-        return ResizeStatus(done=not waits_for, waits_for=waits_for)
-
-    @property
-    def _in_memory(self) -> set[str]:
-        return {tier.name for tier in self.cache.config.cache.tiers if not tier.stored}
 
     def change_weights(self, version: str) -> None:
         """The model has other weights: KV of the old ones is not used any more."""

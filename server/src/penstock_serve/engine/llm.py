@@ -54,7 +54,6 @@ SEED_MAX = 1 << 62
 WAIT_S = 1.0
 STALLED_S = 600.0
 """No token for this long means a defect: a step takes seconds at most."""
-RESIZE_S = 60.0
 """How long the store of a disk may take to change its size."""
 WEIGHTS_LEVEL = 2
 """The level of sleep at which the weights are given back."""
@@ -222,28 +221,6 @@ class LLM:
         found = version_of(name, digest)
         self._engine.load_weights(str(path), digest=digest, version=found)
         return found
-
-    def resize_tier(self, name: str, *, gib: float | None = None, blocks: int | None = None) -> int:
-        """Makes a tier smaller or larger; see `Cache.resize_tier`. Waits for the store of a disk.
-
-        Raises:
-            ConfigError: there is no such tier, or it cannot have this size.
-            UnavailableError: the store did not do it within a minute.
-        """
-        self._require_open()
-        cache = self._engine.cache
-        slots = cache.resize_tier(name, gib=gib, blocks=blocks)
-        if name not in {tier.name for tier in cache.config.cache.tiers if tier.stored}:
-            return slots
-        deadline = time.monotonic() + RESIZE_S
-        while not (status := cache.resize_status(name)).done:
-            if status.problem:
-                raise ConfigError(f"{name}.gib", status.problem)
-            if time.monotonic() >= deadline:
-                raise UnavailableError(f"tier {name}: {status.waits_for} after {RESIZE_S:g} s")
-            cache.wait(deadline)
-            cache.step()
-        return slots
 
     def sleep(self, *, level: int = 1, host: bool = False, timeout_s: float = 60.0) -> None:
         """Gives memory back to the system until `wake`; meanwhile no prompt is answered.

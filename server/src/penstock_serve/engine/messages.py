@@ -12,7 +12,7 @@
 | `Ask`                          | `AskAnswer`                                                  |
 | `Pause`                        | `AskAnswer` with an `OrderResult`, when it is done           |
 | `CheckWeights` `LoadWeights`   | the same                                                     |
-| `Sleep` `Wake` `ResizeTiers`   | the same                                                     |
+| `Sleep` `Wake`                 | the same                                                     |
 | `Resume`                       |                                                              |
 |                                | `Leaving` after a stop signal                                |
 
@@ -203,18 +203,6 @@ class Wake(InstanceMessage, frozen=True, kw_only=True):
     id: int
 
 
-class ResizeTiers(InstanceMessage, frozen=True, kw_only=True):
-    """Changes the size of tiers; answered when they have it."""
-
-    id: int
-    sizes: dict[str, dict[str, int | float]]
-    """`gib` or `blocks` of each tier."""
-    checks: bool = False
-    """Whether it is only checked that they can have it."""
-    timeout_s: float = 60.0
-    """How long blocks in use may take to leave."""
-
-
 class OrderResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to an order, as JSON in `AskAnswer`."""
 
@@ -319,7 +307,7 @@ class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
     json: bytes
 
 
-Order = Pause | CheckWeights | LoadWeights | Sleep | Wake | ResizeTiers
+Order = Pause | CheckWeights | LoadWeights | Sleep | Wake
 """What an instance carries out and answers."""
 ToInstance = (
     Submit

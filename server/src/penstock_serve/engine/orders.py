@@ -1,4 +1,4 @@
-"""An operator's orders to one instance: pause, other weights, sleep, sizes of tiers.
+"""An operator's orders to one instance: pause, other weights, sleep.
 
 Every order but `Resume` is answered with an `OrderResult`, when it was carried out or could not be.
 Some wait for requests or copies to end; `step` carries them out then, or answers after a timeout
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.engine.engine import Engine
 
-    WaitingOrder = ms.Pause | ms.Sleep | ms.ResizeTiers
+    WaitingOrder = ms.Pause | ms.Sleep
 
 logger = logging.getLogger("penstock.engine.orders")
 
@@ -74,8 +74,6 @@ class Orders:
                 # Blocks that are being written down may arrive; nothing else is begun.
                 self._engine.cache.drain()
                 self._waiting.append((order, time.monotonic() + order.timeout_s))
-            case ms.ResizeTiers():
-                self._resize(order)
             case _:
                 self._answer(order.id, *self._carried_out(order))
 
@@ -85,13 +83,11 @@ class Orders:
             return
         now = time.monotonic()
         for order, deadline in [*self._waiting]:
-            obstacle, refused = self._obstacle(order)
-            if obstacle and not refused and now < deadline:
+            obstacle = self._obstacle(order)
+            if obstacle and now < deadline:
                 continue
             self._waiting.remove((order, deadline))
-            if refused:
-                self._answer(order.id, obstacle)
-            elif obstacle:
+            if obstacle:
                 self._answer(order.id, f"{obstacle} after {order.timeout_s:g} s")  # type: ignore[union-attr]
             elif isinstance(order, ms.Sleep):
                 self._answer(order.id, self._slept(order))
@@ -103,18 +99,12 @@ class Orders:
         self._waiting.clear()
         self._engine.resume()
 
-    def _obstacle(self, order: WaitingOrder) -> tuple[str, bool]:
-        """What an order still waits for, empty if for nothing; whether it waits in vain."""
+    def _obstacle(self, order: WaitingOrder) -> str:
+        """What an order still waits for; empty if for nothing."""
         engine = self._engine
         if isinstance(order, ms.Pause):
-            return (
-                "" if engine.settled else f"{counted(engine.unfinished, 'request')} under way",
-                False,
-            )
-        if isinstance(order, ms.Sleep):
-            return "" if engine.can_sleep else "requests or copies are under way", False
-        status = engine.resize_status(order.sizes, checks=order.checks)
-        return status.problem or status.waits_for, bool(status.problem)
+            return "" if engine.settled else f"{counted(engine.unfinished, 'request')} under way"
+        return "" if engine.can_sleep else "requests or copies are under way"
 
     def _carried_out(self, order: ms.Order) -> tuple[str, str]:
         """Carries out an order that waits for nothing; returns the problem and a digest."""
@@ -149,14 +139,6 @@ class Orders:
             return str(error)
         logger.info("asleep: host=%s weights=%s", order.host, order.weights)
         return ""
-
-    def _resize(self, order: ms.ResizeTiers) -> None:
-        try:
-            self._engine.resize_tiers(order.sizes, checks=order.checks)
-        except ConfigError as error:
-            self._answer(order.id, str(error))
-            return
-        self._waiting.append((order, time.monotonic() + order.timeout_s))
 
     def _answer(self, order: int, problem: str = "", digest: str = "") -> None:
         self._send_result(order, ms.OrderResult(problem=problem, digest=digest))

@@ -40,7 +40,7 @@ from penstock.toolkit import (
 
 # msgspec reads the annotations when a message arrives, so this import must be real.
 from penstock_serve.engine.spec import PairSpec  # noqa: TC001
-from penstock_serve.engine.steps import FreedTier, HandedCounts, Step, StepResult
+from penstock_serve.engine.steps import HandedCounts, Step, StepResult
 from penstock_serve.engine.weights import WeightsNotLoaded
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class RemoteWorkers:
         if problem:
             raise WeightsNotLoaded(problem)
 
-    def give_back(self, tiers: Sequence[FreedTier], *, weights: bool = False) -> None:
+    def give_back(self, tiers: Sequence[str], *, weights: bool = False) -> None:
         """Every rank returns memory to the system; no step or copy may use it.
 
         Raises `UnavailableError`: a rank could not, or is lost.
@@ -274,8 +274,8 @@ def _load(message: LoadRank, worker: Worker) -> str:
 def _give_back(message: FreeRank, worker: Worker, rank: Rank) -> str:
     """Why memory was not given back; empty if it was."""
     try:
-        for each in message.tiers:
-            rank.give_back(each.tier, each.slots)
+        for tier in message.tiers:
+            rank.give_back(tier)
         if message.weights:
             worker.give_back_weights()
     except (UnavailableError, ValueError) as error:
@@ -399,7 +399,7 @@ class LoadRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class FreeRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Give memory back to the system."""
 
-    tiers: list[FreedTier]
+    tiers: list[str]
     weights: bool
 
 

@@ -84,15 +84,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Loads that its layers wait for; only with the rank in this process."""
 
 
-class FreedTier(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a rank gives back to the system."""
-
-    tier: str
-    """Empty: the device's blocks."""
-    slots: list[int] | None = None
-    """Without it all."""
-
-
 class HandedCounts(msgspec.Struct, frozen=True, array_like=True):
     """What ranks have sent or received in handoffs since they started, and hold now."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import BLOCKS_MAX
 from penstock_serve.server.fields import (
     BadRequest,
     flag,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from penstock_serve.server.fields import Read
 
 TIMEOUT_S_MAX = 86_400.0
-GIB_MAX = 1 << 20
 VERSION_BYTES_MAX = 128
 ROLES = ("both", "prefill", "decode")
 
@@ -76,27 +74,6 @@ def read_sleep(body: bytes) -> SleepRequest:
     Raises `BadRequest`: a field is wrong.
     """
     return SleepRequest(**_read(body, {"level": whole(1, 2), "host": flag, **_DRAIN}))
-
-
-def read_tiers(body: bytes) -> dict[str, dict[str, int | float]]:
-    """The body of `POST /admin/tiers`: `{"host": {"gib": 2}}`, or `{"host": {"blocks": 100}}`.
-
-    Raises `BadRequest`: a size is wrong, or there is none.
-    """
-    sizes = {name: _size(name, value) for name, value in read_object(body or b"{}").items()}
-    if not sizes:
-        raise BadRequest('the body is {}, must have a tier and its size: {"host": {"gib": 2}}')
-    return sizes
-
-
-def _size(name: str, value: object) -> dict[str, int | float]:
-    if not isinstance(value, dict):
-        refuse(name, value, 'its size: {"gib": 2}, or {"blocks": 100}')
-    known = {"gib": number(0, GIB_MAX), "blocks": whole(1, BLOCKS_MAX)}
-    found = read_fields(value, known, at=f"{name}.")
-    if len(found) != 1:
-        refuse(name, value, 'its size: {"gib": 2}, or {"blocks": 100}')
-    return found
 
 
 def read_empty(body: bytes) -> None:

@@ -16,7 +16,6 @@
 | `POST /admin/resume`          | requests begin again                                          |
 | `POST /admin/sleep`           | memory is given back to the system                            |
 | `POST /admin/wake`            | and taken again                                               |
-| `POST /admin/tiers`           | changes the size of tiers                                     |
 | `POST /admin/reset`           | clears all caches                                             |
 | `POST /admin/weights`         | other weights: KV of the old ones is not used any more        |
 | `POST /admin/role`            | an instance gets another role                                 |
@@ -48,7 +47,6 @@ from penstock_serve.server.admin_requests import (
     read_pause,
     read_role,
     read_sleep,
-    read_tiers,
     read_weights,
 )
 from penstock_serve.server.control import Control
@@ -143,7 +141,6 @@ class Server:
             Route("/admin/resume", self.resume, methods=["POST"]),
             Route("/admin/sleep", self.sleep, methods=["POST"]),
             Route("/admin/wake", self.wake, methods=["POST"]),
-            Route("/admin/tiers", self.tiers, methods=["POST"]),
             Route("/admin/reset", self.reset, methods=["POST"]),
             Route("/admin/weights", self.weights, methods=["POST"]),
             Route("/admin/role", self.role, methods=["POST"]),
@@ -263,11 +260,6 @@ class Server:
         self._guard.require_admin(http)
         read_empty(await self._body(http))
         return _result(await self._control.wake())
-
-    async def tiers(self, http: HttpRequest) -> Response:
-        """`POST /admin/tiers` with `{"host": {"gib": …}}`."""
-        self._guard.require_admin(http)
-        return _result(await self._control.resize_tiers(read_tiers(await self._body(http))))
 
     async def reset(self, http: HttpRequest) -> Response:
         """`POST /admin/reset`."""

@@ -1,4 +1,4 @@
-"""What an operator does to instances: pause, weights, sleep, sizes of tiers, roles.
+"""What an operator does to instances: pause, weights, sleep, roles.
 
     result = await control.pause(DrainRequest(mode="drain", timeout_s=30))
     result.failed                   # {} or why, by the name of the instance
@@ -46,8 +46,6 @@ CHECK_S = 60.0
 """How long an instance may take to read the headers of a checkpoint."""
 LOAD_S = 3600.0
 """A load that takes longer has failed, whoever waits for it."""
-RESIZE_S = 60.0
-"""How long blocks in use may take to leave a smaller tier."""
 SETTLE_S = 30.0
 """How long an instance may take to end its aborted requests and their handoffs."""
 AFTER_LOSS = "it loads the weights before its next request"
@@ -97,8 +95,6 @@ class Control:
         """The weights that all instances are to have, if they were changed."""
         self._slept: SleepRequest | None = None
         """How all instances sleep, if they do."""
-        self._sizes: dict[str, dict[str, int | float]] = {}
-        """The sizes of tiers that were changed."""
         self._loads: set[asyncio.Task[None]] = set()
         router.on_ready = self._catch_up
 
@@ -190,28 +186,6 @@ class Control:
             self._resume_unless_paused()
             self._gate.release(ServerState.ASLEEP)
             return self._result(done, failed)
-
-    async def resize_tiers(self, sizes: dict[str, dict[str, int | float]]) -> ControlResult:
-        """Changes the size of tiers of all instances; returns when they have it.
-
-        Raises `BadRequest`: an instance cannot have tiers of this size, or the server is asleep;
-        nothing was changed.
-        """
-        async with self._alone(SETTLE_S):
-            self._require_awake()
-            links = self._router.ready
-            check = partial(ms.ResizeTiers, sizes=sizes, checks=True)
-            for link in links:
-                result = await _carried_out(link, check, SETTLE_S)
-                if result.problem:
-                    raise BadRequest(
-                        f"{result.problem} (instance {link.name!r})",
-                        param=result.problem.partition(":")[0],
-                    )
-            self._sizes |= sizes
-            order = partial(ms.ResizeTiers, sizes=sizes, timeout_s=RESIZE_S)
-            done, failed = await self._order_all(order, RESIZE_S + SETTLE_S)
-            return self._result(done, failed, tiers=sizes)
 
     async def rename_weights(self, version: str) -> list[str]:
         """The weights were changed by other means: nothing that is cached is found any more.
@@ -347,8 +321,6 @@ class Control:
         """Brings an instance that was away to the wanted state, before it gets a request."""
         if self._gate.holds(ServerState.PAUSED):
             link.send(ms.Pause(id=0))
-        if self._sizes:
-            link.send(ms.ResizeTiers(id=0, sizes=self._sizes))
         if self._is_outdated(link):
             self._start_load(link)
         elif self._slept is not None:

@@ -103,10 +103,10 @@ class CudaTier:
         """Whether the engine has its memory where it can be given back for a while."""
         return self._tier.memory is not None
 
-    def give_back(self, slots: Sequence[int] | None = None) -> int:
+    def give_back(self) -> int:
         """Gives the memory of all blocks back, until `take_again`; returns how many bytes."""
         memory = self._tier.memory
-        if slots is not None or memory is None:
+        if memory is None:
             raise ValueError("only all blocks are given back, of an engine whose memory can be")
         return memory.give_back()
 
