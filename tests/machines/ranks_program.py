@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import penstock
+from lab.fixtures.rank_channels import meet, over_channels, rejoin, serve
 from penstock.errors import PeerError, UnavailableError
-from penstock.runtime.rank import serve
-from penstock.runtime.rank_links import meet
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import Listener, connect
 
@@ -65,7 +64,8 @@ def run_owner(address: str, keys: MachineKeys) -> None:
             assert channel is not None
             channels.append(channel)
             facts.append(meet(channel, deadline=time.monotonic() + LONG_S))
-        cache = penstock.open_offload(config, ranks=facts, channels=channels)
+        cache = penstock.open_offload(config, ranks=facts)
+        over_channels(cache, facts, channels)
         say("met")
         for line in sys.stdin:
             match line.split():
@@ -88,7 +88,7 @@ def run_owner(address: str, keys: MachineKeys) -> None:
                     channel = listener.accept(deadline=time.monotonic() + LONG_S)
                     assert channel is not None
                     found = meet(channel, deadline=time.monotonic() + LONG_S)
-                    cache.ranks.rejoin(found, channel=channel)
+                    rejoin(cache, found, channel)
                     say("rejoined", found.rank)
                 case ["close"]:
                     say("closed", cache.close(10.0).clean)

@@ -200,9 +200,7 @@ CASES: dict[str, Case] = {
     "RankRegistry.take_plan": case(lambda s: s.owner.ranks.take_plan),
     "RankRegistry.receive": case(lambda s: s.owner.ranks.receive, report=lambda _: b"no report"),
     "RankRegistry.lose": case(lambda s: s.owner.ranks.lose, rank=lambda _: 7, why=text),
-    "RankRegistry.rejoin": case(
-        lambda s: s.owner.ranks.rejoin, facts=lambda s: s.rank.facts, channel=lambda _: None
-    ),
+    "RankRegistry.rejoin": case(lambda s: s.owner.ranks.rejoin, facts=lambda s: s.rank.facts),
     "BaseCache.drain": case(lambda s: s.owner.drain),
     "BaseCache.store_status": case(lambda s: s.cache.store_status, cause=text),
     # A lease is open: it does not sleep.

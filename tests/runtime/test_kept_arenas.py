@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.rank_channels import meet, over_channels, rejoin
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
-from penstock.runtime.rank_links import meet
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.testing.channel_suite import soon
@@ -27,6 +27,8 @@ from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from penstock.transport.zmq_channel import ZmqChannel
 
 PROGRAMS = Path(__file__).parent / "programs"
 RESTART = OnFailure(limit=5, window_s=60, delay_s=0.01)
@@ -56,12 +58,11 @@ class Fleet:
         met = [self.meet() for _ in range(ranks)]
         met.sort(key=lambda each: each[0].rank)
         self.facts = [facts for facts, _ in met]
-        self.owner = penstock.open_offload(
-            self.config, ranks=self.facts, channels=[channel for _, channel in met]
-        )
+        self.owner = penstock.open_offload(self.config, ranks=self.facts)
+        over_channels(self.owner, self.facts, [channel for _, channel in met])
         stack.callback(self.owner.close)
 
-    def meet(self) -> tuple[penstock.RankFacts, object]:
+    def meet(self) -> tuple[penstock.RankFacts, ZmqChannel]:
         """The next rank that dials, in its first life or a later one."""
         channel = self.listener.accept(deadline=soon())
         assert channel is not None
@@ -108,7 +109,7 @@ def test_after_kill_9_the_blocks_of_a_rank_are_hits_again(stack: ExitStack) -> N
     os.kill(fleet.pids[1], signal.SIGKILL)
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
-    fleet.owner.ranks.rejoin(facts, channel=channel)  # type: ignore[arg-type]
+    rejoin(fleet.owner, facts, channel)
 
     assert facts.life != fleet.facts[1].life
     assert facts.tiers[0].memory == fleet.facts[1].tiers[0].memory
@@ -132,7 +133,7 @@ def test_what_was_being_written_when_it_died_is_no_hit(stack: ExitStack) -> None
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
 
-    fleet.owner.ranks.rejoin(facts, channel=channel)  # type: ignore[arg-type]
+    rejoin(fleet.owner, facts, channel)
 
     (ended,) = (each for each in fleet.settle() if isinstance(each, ef.Ended))
     assert (ended.outcome.value, ended.failure) == ("failed", "rank 0 is lost")

@@ -11,9 +11,10 @@ import pytest
 
 import penstock
 from lab.fixtures.inproc import channel_pair
+from lab.fixtures.rank_channels import over_channels, serve
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
-from penstock.runtime.rank import STEP_BUDGET_BYTES, serve
+from penstock.runtime.rank import STEP_BUDGET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,8 @@ def test_a_served_rank_that_is_asked_to_stop_is_heard_before_its_channel_ends(
     )
     rank = penstock.open_rank(config, rank=0, kv=np.zeros((8, BLOCK_BYTES), dtype=np.uint8))
     near, far = channel_pair("owner", "rank 0")
-    owner = penstock.open_offload(config, ranks=[rank.facts], channels=[near])
+    owner = penstock.open_offload(config, ranks=[rank.facts])
+    over_channels(owner, [rank.facts], [near])
     owner.save(config.key_chain().extend(range(32)), list(range(8)), cause="last")
     owner.step()
 

@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from lab.fixtures.inproc import channel_pair
+from lab.fixtures.rank_channels import over_channels, rejoin
 from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import Plan, decode_plan, decode_report, encode_plan
@@ -47,11 +48,10 @@ class Engine:
         self.config = penstock.parse_config(settings)
         self.ranks = [self.open_rank(number) for number in range(RANKS)]
         self.channels = [channel_pair() for _ in self.ranks] if linked else []
-        self.cache = penstock.open(
-            self.config,
-            ranks=[rank.facts for rank in self.ranks],
-            channels=[near for near, _ in self.channels] if linked else None,
-        )
+        facts = [rank.facts for rank in self.ranks]
+        self.cache = penstock.open(self.config, ranks=facts)
+        if linked:
+            over_channels(self.cache, facts, [near for near, _ in self.channels])
 
     def open_rank(self, number: int) -> penstock.Rank:
         kv = np.full((8, 4, 16), number + 1, dtype=np.float32)
@@ -132,7 +132,7 @@ def test_a_plan_that_waits_in_a_channel_is_not_carried_out_by_a_new_life() -> No
     engine.order_a_copy()
     newcomer = engine.open_rank(1)
     near, far = channel_pair()
-    engine.cache.ranks.rejoin(newcomer.facts, channel=near)
+    rejoin(engine.cache, newcomer.facts, near)
 
     engine.cache.step()
 

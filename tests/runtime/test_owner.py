@@ -415,11 +415,3 @@ def test_memory_is_given_to_ranks_and_not_to_their_owner(part: str, make_fleet: 
 
     with pytest.raises(ValueError, match=f"{part} belongs to a rank: give it to open_rank"):
         penstock.open_offload(fleet.config, ranks=[fleet.ranks[0].facts], **given)
-
-
-def test_channels_lead_to_ranks_elsewhere() -> None:
-    config = penstock.parse_config(
-        'version = 1\nmodel.name = "none"\ncache = { block_tokens = 4, blocks = 8 }\n'
-    )
-    with pytest.raises(ValueError, match="channels lead to ranks in other processes"):
-        penstock.open(config, kv=np.zeros((8, 4)), channels=[])

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures import rank_channels
 from lab.fixtures.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
+from lab.fixtures.rank_channels import meet, over_channels, rejoin, send_all, serve, take_plans
 from penstock.cache.operations import BlockFault, Outcome
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.base import Moved
-from penstock.runtime import rank_links
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
-from penstock.runtime.rank import serve, take_plans
-from penstock.runtime.rank_links import ASK_S, GRACE_S, meet, send_all
+from penstock.runtime.rank_links import ASK_S, GRACE_S
 from penstock.transport.base import ChannelClosed, Empty, ReceivedFrame
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class LinkedFleet:
         pairs = [channel_pair("owner", f"rank {rank.facts.rank}") for rank in fleet.ranks]
         self.near: list[InprocChannel] = [near for near, _ in pairs]
         self.far: list[InprocChannel] = [far for _, far in pairs]
-        self.owner = penstock.open_offload(
-            fleet.config, ranks=[rank.facts for rank in fleet.ranks], channels=self.near
-        )
+        facts = [rank.facts for rank in fleet.ranks]
+        self.owner = penstock.open_offload(fleet.config, ranks=facts)
+        over_channels(self.owner, facts, self.near)
 
     def work(self, *ranks: int) -> None:
         """Lets ranks do what has arrived, as `serve` does in a process of its own."""
@@ -137,11 +137,9 @@ def test_channels_in_another_order_than_their_ranks_are_noticed(linked: LinkedFl
     fleet = linked.fleet
     pairs = [channel_pair("owner", f"rank {rank.facts.rank}") for rank in fleet.ranks]
     linked.far = [far for _, far in pairs]
-    owner = linked.owner = penstock.open_offload(
-        fleet.config,
-        ranks=[rank.facts for rank in fleet.ranks],
-        channels=[near for near, _ in reversed(pairs)],
-    )
+    facts = [rank.facts for rank in fleet.ranks]
+    owner = linked.owner = penstock.open_offload(fleet.config, ranks=facts)
+    over_channels(owner, facts, [near for near, _ in reversed(pairs)])
     owner.save(fleet.keys(2), [0, 1], cause="save")
 
     linked.settle()
@@ -159,9 +157,7 @@ def test_a_rank_that_is_back_is_reached_over_its_new_channel(linked: LinkedFleet
 
     fleet.ranks[1] = fleet.open_rank(1)
     near, linked.far[1] = channel_pair("owner", "rank 1")
-    with pytest.raises(ValueError, match="over channels: give channel="):
-        linked.owner.ranks.rejoin(fleet.ranks[1].facts)
-    linked.owner.ranks.rejoin(fleet.ranks[1].facts, channel=near)
+    rejoin(linked.owner, fleet.ranks[1].facts, near)
     linked.owner.save(fleet.keys(2), [0, 1], cause="save")
     linked.settle()
 
@@ -187,7 +183,7 @@ def test_plans_wait_for_a_rank_that_does_not_listen(linked: LinkedFleet) -> None
 def test_a_rank_that_never_listens_is_lost_at_last(
     linked: LinkedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_links, "BACKLOG_PLANS_MAX", 5)
+    monkeypatch.setattr(rank_channels, "BACKLOG_PLANS_MAX", 5)
     for number in range(WINDOW_FRAMES + 10):
         linked.owner.save(linked.fleet.keys(1, first=4 * number), [0], cause="save")
         linked.owner.step()
@@ -276,17 +272,6 @@ def test_an_owner_that_meets_nobody_says_why(end: object, problem: str) -> None:
 
     with pytest.raises(UnavailableError, match=f"the rank behind channel 'rank 0' {problem}"):
         meet(near, deadline=time.monotonic())
-
-
-def test_every_rank_needs_a_channel(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
-
-    with pytest.raises(ValueError, match="channels are 1, must be 2, one for each rank"):
-        penstock.open_offload(
-            fleet.config,
-            ranks=[rank.facts for rank in fleet.ranks],
-            channels=[channel_pair()[0]],
-        )
 
 
 def test_the_engine_does_not_carry_what_channels_carry(linked: LinkedFleet) -> None:

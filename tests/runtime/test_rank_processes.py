@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.rank_channels import meet, over_channels, rejoin
 from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
-from penstock.runtime.rank_links import meet
 from penstock.testing.channel_suite import soon
 from penstock.testing.peer_process import PeerProcess, peer_process
 from penstock.transport.zeromq import Listener
@@ -35,7 +35,7 @@ import hashlib, socket, sys, time
 import numpy as np
 from penstock.config import parse_config  # Not all that `penstock` exports: it loads sooner.
 from penstock.runtime.open import open_rank
-from penstock.runtime.rank import serve
+from lab.fixtures.rank_channels import serve
 from penstock.transport.zeromq import connect
 
 text, number, seed, mode, fd = sys.argv[1:]
@@ -271,7 +271,8 @@ def served(count: int) -> Iterator[tuple[penstock.Offload, list[RankProcess], Li
             rank.peer.tell(f"serve {listener.address}")
             channels.append(accept(listener))
             facts.append(meet(channels[-1], deadline=soon()))
-        with penstock.open_offload(config, ranks=facts, channels=channels) as owner:
+        with penstock.open_offload(config, ranks=facts) as owner:
+            over_channels(owner, facts, channels)
             yield owner, ranks, listener
 
 
@@ -323,7 +324,7 @@ def test_a_rank_that_is_killed_while_it_serves_is_noticed_and_replaced() -> None
         assert successor.facts
         successor.peer.tell(f"serve {listener.address}")
         channel = accept(listener)
-        owner.ranks.rejoin(meet(channel, deadline=soon()), channel=channel)
+        rejoin(owner, meet(channel, deadline=soon()), channel)
         owner.save(keys, [0, 1, 2], cause="again")
         (saved,) = finish(owner)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import penstock
 from lab.fixtures.inproc import channel_pair
-from penstock.runtime.rank import serve
+from lab.fixtures.rank_channels import serve
 
 if TYPE_CHECKING:
     import pytest

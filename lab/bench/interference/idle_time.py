@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import penstock
 from lab.bench.interference.slow_rank import BLOCK_TOKENS, START_S, slow_config
 from lab.bench.measure import summarize
+from lab.fixtures.rank_channels import meet, over_channels
 from penstock.errors import InvariantViolation, UnavailableError
-from penstock.runtime.rank_links import meet
 from penstock.transport.zeromq import Listener
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def _engine(delay_s: float) -> Iterator[tuple[penstock.Cache, int]]:
         if channel is None:
             raise UnavailableError(f"the rank's process did not come within {START_S:g} s")
         facts = meet(channel, deadline=deadline)
-        cache = penstock.open(slow_config(), ranks=[facts], channels=[channel])
+        cache = penstock.open(slow_config(), ranks=[facts])
+        over_channels(cache, [facts], [channel])
         stack.callback(cache.close)
         yield cache, process.pid
 

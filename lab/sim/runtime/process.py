@@ -9,6 +9,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
+from lab.fixtures.rank_channels import send_all, take_plans
 from lab.sim.checkers import SimulationError
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.ways import Post
@@ -17,9 +18,8 @@ from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import decode_plan, decode_report
-from penstock.runtime.rank import Rank, take_plans
+from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts
-from penstock.runtime.rank_links import send_all
 from penstock.store.messages import arena_name
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form

@@ -16,6 +16,7 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
+from lab.fixtures.rank_channels import ChannelLinks, rejoin
 from lab.sim.checkers import SimulationError
 from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.ranks import RuntimeRanks
@@ -37,7 +38,7 @@ from penstock.runtime.driver import Driver
 from penstock.runtime.messages import decode_report
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank_facts import agree
-from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
+from penstock.runtime.rank_links import Acknowledgements, LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers
 from penstock.store.embedded import STARTING
 
@@ -183,8 +184,8 @@ class RuntimeWorld(World):
             case Way.MESSAGES:
                 links = MessageLinks(facts, self.incarnation)
             case Way.CHANNELS:
-                ends = [self._connect(process) for process in self.ranks.processes]
-                links = WatchedLinks(facts, ends, self.incarnation)
+                ends = {process.number: self._connect(process) for process in self.ranks.processes}
+                links = WatchedLinks(Acknowledgements(facts, self.incarnation), ends)
                 links.world = self
         self.driver = WatchedDriver(
             self.weather.settings,
@@ -260,7 +261,7 @@ class RuntimeWorld(World):
     def connect_again(self, process: RankProcess) -> None:
         """A rank that was started anew tells its facts."""
         if self.ways.way is Way.CHANNELS:
-            self.facade.ranks.rejoin(process.facts, channel=self._connect(process))
+            rejoin(self.facade, process.facts, self._connect(process))
         else:
             self.facade.ranks.rejoin(process.facts)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import pytest
 
+from lab.fixtures.rank_channels import ChannelLinks
 from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
 from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.weather import Way
@@ -17,7 +18,7 @@ from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
 from penstock.runtime.messages import decode_plan
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_links import ChannelLinks, LostRank, MissingReports
+from penstock.runtime.rank_links import LostRank, MissingReports
 from penstock.vocabulary.cell_span import CellSpan
 
 if TYPE_CHECKING:

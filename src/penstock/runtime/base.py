@@ -26,7 +26,7 @@ from penstock.machine.events import Computed
 from penstock.runtime.memory import CacheMemory
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.rank_facts import RankFacts, require_fit, slowest_ready_s
-from penstock.runtime.rank_links import ChannelLinks, LocalLink
+from penstock.runtime.rank_links import LocalLink
 from penstock.vocabulary.arguments import (
     as_bytes,
     as_descriptors,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_facts import Agreement
     from penstock.runtime.status import CopyTimes, Drained, Health
     from penstock.runtime.stored_tiers import StoreStatus
-    from penstock.transport.base import Channel, ChannelFailed
+    from penstock.transport.base import ChannelFailed
     from penstock.vocabulary.ids import Key
 
 NAMED_MAX = 8
@@ -316,7 +316,7 @@ class BaseCache:
 
         Copies that write blocks down may end for `timeout_s`; all others are cancelled at
         once. After it nothing touches the engine's blocks on this rank any more, the memory of
-        the tiers is given back, and channels are closed. Leases that are still open are named in
+        the tiers is given back. Leases that are still open are named in
         a `ResourceWarning`. A cache whose books cannot be relied on is closed as well.
         """
         timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
@@ -376,8 +376,7 @@ class RankRegistry:
     def take_plan(self) -> bytes | None:
         """The next plan that the engine's messages have to carry to every rank.
 
-        `None` if there is nothing to do, and always where the ranks are reached over channels or
-        in this process.
+        `None` if there is nothing to do, and always where the one rank is this process.
         """
         with self._driver.access:
             return self._driver.links.take_plan()
@@ -408,40 +407,31 @@ class RankRegistry:
             self._driver.links.drop(rank)
             self._deliver(self._driver.lose_rank(rank, why))
 
-    def rejoin(self, facts: RankFacts, *, channel: Channel | None = None) -> None:
+    def rejoin(self, facts: RankFacts) -> None:
         """A rank was opened anew, with empty device memory.
 
         Args:
             facts: What it has now.
-            channel: The way to it, where ranks are reached over channels.
 
         Raises:
             ConfigError: it does not fit the cache as it was opened.
             PeerError: it is the life that was lost, and not a new one.
-            ValueError: there is no such rank in another process, or a channel is missing or too
-                much.
+            ValueError: there is no such rank in another process.
         """
         if not isinstance(facts, RankFacts):
             raise ValueError(f"facts is {reprlib.repr(facts)}, must be the RankFacts of the rank")  # noqa: TRY004
-        if channel is not None:
-            require_methods("channel", channel, "Channel", "send", "receive")
         with self._driver.access:
-            self._deliver(self._rejoin(facts, channel))
+            self._deliver(self._rejoin(facts))
 
-    def _rejoin(self, facts: RankFacts, channel: Channel | None) -> list[Effect]:
+    def _rejoin(self, facts: RankFacts) -> list[Effect]:
         self._require_known(facts.rank)
         require_fit(self._config, facts, self._present(facts))
         self._require_room(facts)
-        links = self._driver.links
-        if (channel is not None) != isinstance(links, ChannelLinks):
-            way = "over channels: give channel=" if channel is None else "without channels"
-            raise ValueError(f"rejoin: the ranks of this cache are reached {way}")
-        assert links.acknowledgements is not None
-        links.acknowledgements.begin_life(facts)
+        acknowledgements = self._driver.links.acknowledgements
+        assert acknowledgements is not None
+        acknowledgements.begin_life(facts)
         # It may be back before anybody noticed that it was gone.
         effects = self._driver.lose_rank(facts.rank, "it started anew")
-        if channel is not None and isinstance(links, ChannelLinks):
-            links.join(facts.rank, channel)
         before, self._facts[facts.rank] = self._facts[facts.rank], facts
         self._driver.ready_s = slowest_ready_s(self._facts.values())
         effects += self._driver.regain_rank(facts.rank)

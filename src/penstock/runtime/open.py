@@ -32,7 +32,7 @@ from penstock.runtime.lower_tiers import KeptArenas, build_lower_tiers
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
-from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
+from penstock.runtime.rank_links import LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
 from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
@@ -42,7 +42,6 @@ from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,
     INT_MAX,
-    as_channels,
     as_int,
     as_seconds,
     as_text,
@@ -58,10 +57,8 @@ if TYPE_CHECKING:
     from penstock.runtime.device import Kv
     from penstock.runtime.lower_tiers import LowerTiers
     from penstock.runtime.rank_facts import Agreement
-    from penstock.runtime.rank_links import RankLinks
     from penstock.supervisor.keeper import Keeper
     from penstock.tiers.base import SlotStore
-    from penstock.transport.base import Channel
 
 CacheT = TypeVar("CacheT", Cache, Offload)
 
@@ -76,7 +73,6 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     layout: Layout | None = None,
     keeper: Keeper | None = None,
     ranks: Sequence[RankFacts] | None = None,
-    channels: Sequence[Channel] | None = None,
     wait_for_tiers_s: float = 0.0,
 ) -> Cache:
     """Opens a cache that manages the engine's device blocks.
@@ -92,9 +88,8 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
         keeper: Who keeps the memory of host tiers for the next life of this process, where a
             supervisor does: `keeper.keeper()`. What they hold is not known in that life; the
             time to make them is saved.
-        ranks: The facts of every rank, in any order: each rank was opened by `open_rank`.
-        channels: The way to each of `ranks`, in the same order. Without it, plans and reports
-            travel with the engine's own messages: `cache.ranks`.
+        ranks: The facts of every rank, in any order: each rank was opened by `open_rank`. Plans
+            and reports travel with the engine's own messages: `cache.ranks`.
         wait_for_tiers_s: How long to wait at most until disks and shared stores can be used, as
             `wait_for_tiers` does. By default they come on in later steps.
 
@@ -111,9 +106,9 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     config.namespace()  # Here, not at the first request, a salt is missed that cannot be read.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
-        return _with_tiers(Cache(_drive_others(config, ranks, channels)), wait_s)
+        return _with_tiers(Cache(_drive_others(config, ranks)), wait_s)
     _require_parts(layout, None, keeper)
-    _require_one_rank(config, channels)
+    _require_one_rank(config)
     if kv is not None and not config.model.kv_dtype:
         model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
         config = replace(config, model=model)
@@ -128,7 +123,6 @@ def open_offload(
     layout: Layout | None = None,
     keeper: Keeper | None = None,
     ranks: Sequence[RankFacts] | None = None,
-    channels: Sequence[Channel] | None = None,
     wait_for_tiers_s: float = 0.0,
 ) -> Offload:
     """Opens the tiers below device blocks that the engine manages itself.
@@ -141,9 +135,9 @@ def open_offload(
     config.namespace()  # As above.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
-        return _with_tiers(Offload(_drive_others(config, ranks, channels)), wait_s)
+        return _with_tiers(Offload(_drive_others(config, ranks)), wait_s)
     _require_parts(layout, None, keeper)
-    _require_one_rank(config, channels)
+    _require_one_rank(config)
     rank = _open_rank(config, 0, kv, layout, None, keeper)
     return _with_tiers(Offload(_drive_here(config, rank)), wait_s)
 
@@ -280,21 +274,11 @@ def _drive_here(config: Config, rank: Rank) -> Driven:
     return Driven(config, agreement, driver)
 
 
-def _drive_others(
-    config: Config, ranks: Sequence[RankFacts], channels: Sequence[Channel] | None
-) -> Driven:
+def _drive_others(config: Config, ranks: Sequence[RankFacts]) -> Driven:
     ranks = _as_ranks(ranks)
     agreement = agree(config, ranks)
-    if channels is not None:
-        channels = as_channels("channels", channels)
-    if channels is not None and len(channels) != len(ranks):
-        raise ValueError(f"channels are {len(channels)}, must be {len(ranks)}, one for each rank")
     incarnation = draw_incarnation()
-    links: RankLinks
-    if channels is None:
-        links = MessageLinks(ranks, incarnation)
-    else:
-        links = ChannelLinks(ranks, channels, incarnation)
+    links = MessageLinks(ranks, incarnation)
     stored, why_not = _stored_tiers(config, ranks, incarnation, None)
     driver = Driver(agreement.settings, links, incarnation=incarnation, stored=stored)
     driver.ready_s = slowest_ready_s(ranks)
@@ -388,9 +372,7 @@ def _as_ranks(ranks: Sequence[RankFacts]) -> tuple[RankFacts, ...]:
     return found
 
 
-def _require_one_rank(config: Config, channels: object) -> None:
-    if channels is not None:
-        raise ValueError("channels lead to ranks in other processes: give their facts as ranks=")
+def _require_one_rank(config: Config) -> None:
     if config.cache.rank_count != 1:
         raise ConfigError(
             "cache.ranks",

@@ -4,9 +4,8 @@
     rank.take(plan)                                            # bytes from the owner
     report = rank.step()                                       # bytes for the owner, or None
 
-Plans come with the engine's own step message, or over a channel (`serve`). The one rule: whatever
-order, grouping or repetition plans and steps come in, every copy is carried out once and reported
-once.
+Plans come with the engine's own step message. The one rule: whatever order, grouping or repetition
+plans and steps come in, every copy is carried out once and reported once.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import logging
 import math
 import reprlib
 import time
-from collections import deque
-from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from penstock.cache.nodes import NOWHERE
@@ -27,9 +24,7 @@ from penstock.movers.base import Moved
 from penstock.runtime.access import Access
 from penstock.runtime.copy_executor import NOT_GIVEN_BACK
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
-from penstock.runtime.rank_links import RETRY_S, send_all
 from penstock.runtime.status import Drained
-from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_bytes,
@@ -60,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 STEP_BUDGET_BYTES = 64 << 20
 """A step copies at most this much: about ten milliseconds of one core's memory bandwidth."""
-LAST_REPORT_S = 1.0
-"""How long a rank that ends tries to send its last report, beside the time it may drain."""
 
 
 class Rank:
@@ -85,8 +78,6 @@ class Rank:
         """Its hub, as it is offered to the store process, if there is one."""
         self.steps = executor.steps
         """What the engine calls around its steps on this rank."""
-        self.served = False
-        """Whether a channel has been served for it, which is done once: see `serve`."""
         self._writes = writes
         self._owner: int | None = None
         self._last_plan = 0
@@ -373,94 +364,3 @@ class Rank:
                     f"operation {copy.operation} names slots from {row.min()} to {row.max()} in "
                     f"tier {tier}, must be from {least} to {count - 1}"
                 )
-
-
-def serve(
-    channel: Channel,
-    rank: Rank,
-    *,
-    until: float,
-    descriptors: Sequence[int] = (),
-    drain_s: float = 0.0,
-) -> str:
-    """Executes what arrives on a channel, in the process of a rank; returns why it ended.
-
-    It ends when the owner closes the channel or is lost, at `until` on the monotonic clock, or
-    when one of `descriptors` can be read, such as that of a `StopSignal`. Where the owner is
-    still there, copies may end for `drain_s`, the rest is cut short, and the last report is sent.
-    The rank stays open, but is not served again: close it, and the channel.
-
-    Raises:
-        PeerError: the owner said what makes no sense to this rank. As with any other error here,
-            the channel is closed: the owner must not wait for a rank that does nothing more.
-        UnavailableError: the device does not end its copies.
-        ValueError: the rank was served before.
-    """
-    if rank.served:
-        raise ValueError(
-            f"rank {rank.facts.rank} was served before, must be opened anew: its owner has given "
-            "up on this life of it"
-        )
-    rank.served = True
-    with ExitStack() as undo:
-        undo.callback(channel.close)
-        why, reports = _serve(channel, rank, until, descriptors)
-        if why in _OWN_ENDS:
-            _send_last_reports(channel, rank, reports, drain_s)
-        undo.pop_all()
-    return why
-
-
-STOPPED = "it was asked to stop"
-OVER = "its time was over"
-_OWN_ENDS = frozenset({STOPPED, OVER})
-"""After these the owner is still there, and gets the last reports."""
-
-
-def _serve(
-    channel: Channel, rank: Rank, until: float, descriptors: Sequence[int]
-) -> tuple[str, deque[bytes]]:
-    """Why it ended, and the reports that were not sent yet."""
-    reports = deque([rank.facts.to_bytes()])
-    while True:
-        ended = take_plans(channel, rank)
-        if ended:
-            return ended, reports
-        report = rank.step()
-        if report is not None:
-            reports.append(report)
-        try:
-            retry_at = until if send_all(channel, reports) else time.monotonic() + RETRY_S
-        except UnavailableError:
-            continue  # The next `receive` returns what has happened to the owner.
-        rank.wait(min(until, retry_at), channels=[channel], descriptors=descriptors)
-        if wait_any((), descriptors, deadline=None).descriptors:
-            return STOPPED, reports
-        if time.monotonic() >= until:
-            return OVER, reports
-
-
-def _send_last_reports(channel: Channel, rank: Rank, reports: deque[bytes], drain_s: float) -> None:
-    """Drains and fences, and sends the reports that are left."""
-    deadline = time.monotonic() + drain_s + LAST_REPORT_S
-    last = rank.finish(drain_s)
-    if last is not None:
-        reports.append(last)
-    with suppress(UnavailableError):  # The owner is lost, and needs no report.
-        while not send_all(channel, reports) and time.monotonic() < deadline:
-            # No descriptor says when there is room; the channel's own may, and costs nothing.
-            wait_any([channel], (), deadline=min(deadline, time.monotonic() + RETRY_S))
-
-
-def take_plans(channel: Channel, rank: Rank) -> str:
-    """Hands what has arrived to a rank; returns why nothing more will come, if so."""
-    while True:
-        match channel.receive():
-            case ReceivedFrame(frame):
-                rank.take(frame)
-            case Empty():
-                return ""
-            case ChannelClosed():
-                return "the owner closed the channel"
-            case ChannelFailed(cause):
-                return f"the owner is lost: {cause}"

@@ -4,17 +4,9 @@
 |----------------|----------------------|----------------------------------------------|
 | `LocalLink`    | one, in this process | not at all: its movers are called            |
 | `MessageLinks` | any number, anywhere | with the engine's own messages, as bytes     |
-| `ChannelLinks` | any number, anywhere | over channels of the runtime                 |
-
-Over channels the rank speaks first, with its facts:
-
-    rank's process:      serve(channel, rank, until=…)                  # penstock.runtime.rank
-    owner's process:     facts = [meet(channel, deadline=…) for channel in channels]
-                         cache = penstock.open(config, ranks=facts, channels=channels)
 
 The one rule: a rank that is silent, lost or talks nonsense is reported as such, never taken for
-one that has nothing to report. The end of a channel is the end of a rank: the owner fails what the
-rank had to do, and takes nothing more from that life of it.
+one that has nothing to report.
 
 `Acknowledgements` knows which reports have arrived and which are missing:
 
@@ -33,18 +25,14 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
-from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
 from penstock.runtime.messages import NAME_BYTES_MAX, Plan, copy_bytes, decode_report, encode_plan
-from penstock.runtime.rank_facts import RankFacts
-from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -53,20 +41,12 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.machine.effects import Abandon
     from penstock.runtime.copy_executor import CopyExecutor
-    from penstock.transport.base import Channel
+    from penstock.runtime.rank_facts import RankFacts
     from penstock.vocabulary.ids import OperationId
 
 PLAN_BYTES = 4 << 20
 """A plan ends when it has about this size; the next one goes on. A step message should not grow
 without bound, but a single copy may be larger than this."""
-BACKLOG_PLANS_MAX = 4096
-"""Plans that may wait for a rank which takes none, beside those in its channel: minutes of an
-engine's steps. With more than this the rank counts as lost."""
-FRAMES_MAX = 1024
-"""A step takes at most this many frames from one channel, so that it ends."""
-RETRY_S = 0.05
-"""How soon a send is tried again when a channel is full: no descriptor says when there is room.
-A channel is full only after a thousand messages that the other end did not take."""
 
 
 class RankLinks(Protocol):
@@ -267,151 +247,6 @@ class MessageLinks:
 
     def release(self) -> None:
         """Nothing is held."""
-
-
-class ChannelLinks:
-    """Ranks that channels of the runtime reach."""
-
-    self_driven = True
-
-    def __init__(
-        self, ranks: Sequence[RankFacts], channels: Sequence[Channel], incarnation: int
-    ) -> None:
-        self.acknowledgements = Acknowledgements(ranks, incarnation)
-        self._queue = PlanQueue(self.acknowledgements)
-        self._links = {
-            facts.rank: _Link(channel) for facts, channel in zip(ranks, channels, strict=True)
-        }
-
-    def order(self, effect: Copy | Abandon) -> None:
-        self._queue.put(effect)
-
-    def ask(self, operation: OperationId) -> None:
-        self._queue.ask(operation)
-
-    def take_plan(self) -> bytes | None:
-        """No plan for the engine: `dispatch` sends them."""
-        return None
-
-    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
-        """What has arrived from the ranks, without waiting."""
-        for rank, link in list(self._links.items()):
-            yield from self._receive(rank, link)
-
-    def dispatch(self) -> None:
-        """Sends what was ordered to every rank that is there."""
-        while (plan := self._queue.take_plan()) is not None:
-            for link in self._links.values():
-                link.backlog.append(plan)
-        for link in self._links.values():
-            link.send()
-
-    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
-        """Returns at once while a plan waits to be sent; else waits until a rank speaks."""
-        if self._queue:
-            return True
-        channels = [link.channel for link in self._links.values()]
-        retry_at = time.monotonic() + RETRY_S
-        full = any(link.backlog for link in self._links.values()) and retry_at < deadline
-        ready = wait_any(channels, descriptors, deadline=retry_at if full else deadline)
-        return full or bool(ready.channels or ready.descriptors)
-
-    def drop(self, rank: int) -> None:
-        """Closes the channel to a rank that is lost."""
-        link = self._links.pop(rank, None)
-        if link is not None:
-            link.channel.close()
-
-    def join(self, rank: int, channel: Channel) -> None:
-        """Reaches a rank that is back by this channel."""
-        self.drop(rank)
-        self._links[rank] = _Link(channel)
-
-    def release(self) -> None:
-        """Closes the channels: ranks see it, fence what they have, and end."""
-        for rank in list(self._links):
-            self.drop(rank)
-
-    def _receive(self, rank: int, link: _Link) -> Iterator[CopyReport | LostRank]:
-        received: list[CopyReport | LostRank]
-        for _ in range(FRAMES_MAX):
-            match link.channel.receive():
-                case ReceivedFrame(frame):
-                    received = self._read(rank, frame)
-                case Empty():
-                    break
-                case ChannelClosed():
-                    received = [LostRank(rank, "it closed its channel")]
-                case ChannelFailed(cause):
-                    received = [LostRank(rank, cause)]
-            yield from self._drop_lost(received)
-            if rank not in self._links:
-                return
-        if len(link.backlog) > BACKLOG_PLANS_MAX:
-            yield from self._drop_lost([LostRank(rank, f"{len(link.backlog)} plans wait for it")])
-
-    def _read(self, rank: int, frame: bytes) -> list[CopyReport | LostRank]:
-        try:
-            received = self.acknowledgements.read(frame)
-        except PeerError as error:
-            return [LostRank(rank, str(error))]
-        for each in received:
-            if each.rank != rank:
-                # Checked now: when a channel ends, the wrong rank would be taken for dead.
-                problem = f"its channel brings a report of rank {each.rank}"
-                return [LostRank(rank, f"{problem}, must bring those of rank {rank}")]
-        return received
-
-    def _drop_lost(self, received: list[CopyReport | LostRank]) -> Iterator[CopyReport | LostRank]:
-        for each in received:
-            if isinstance(each, LostRank):
-                self.drop(each.rank)
-            yield each
-
-
-class _Link:
-    """The channel to one rank, and the plans it has not taken yet."""
-
-    __slots__ = ("backlog", "channel")
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.backlog: deque[bytes] = deque()
-
-    def send(self) -> None:
-        # What is wrong with a channel, the next `receive` reports.
-        with suppress(UnavailableError):
-            send_all(self.channel, self.backlog)
-
-
-def meet(channel: Channel, *, deadline: float) -> RankFacts:
-    """Receives the facts of the rank at the other end of a channel.
-
-    Raises `PeerError`: the rank sent something else; `UnavailableError`: nothing came before
-    `deadline`, or the rank is gone.
-    """
-    match channel.receive(deadline=deadline):
-        case ReceivedFrame(frame):
-            return RankFacts.from_bytes(frame)
-        case Empty():
-            raise UnavailableError(
-                f"the rank behind channel {channel.name!r} sent no facts in time"
-            )
-        case ChannelClosed():
-            raise UnavailableError(f"the rank behind channel {channel.name!r} closed it")
-        case ChannelFailed(cause):
-            raise UnavailableError(f"the rank behind channel {channel.name!r} is lost: {cause}")
-
-
-def send_all(channel: Channel, frames: deque[bytes]) -> bool:
-    """Sends frames for as long as the channel takes them; whether it took all."""
-    while frames:
-        try:
-            channel.send(frames[0])
-        except BacklogError:
-            return False
-        frames.popleft()
-    return True
 
 
 logger = logging.getLogger(__name__)

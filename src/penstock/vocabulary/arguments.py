@@ -229,11 +229,3 @@ def as_waitables(name: str, value: object) -> tuple[Any, ...]:
         if not all(hasattr(type(each), wanted) for wanted in ("ready", "descriptor", "alarm")):
             raise ValueError(f"{name}[{index}] is {reprlib.repr(each)}, must be a Channel")
     return waitables
-
-
-def as_channels(name: str, value: object) -> tuple[Any, ...]:
-    """Channels: what frames go through."""
-    channels = as_tuple(name, value)
-    for index, channel in enumerate(channels):
-        require_methods(f"{name}[{index}]", channel, "Channel", "receive")
-    return channels
