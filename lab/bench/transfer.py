@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from lab.bench.measure import interleave, summarize
+from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import LoadMover, SaveMover
-from penstock.movers.cuda.pinned import PinnedTier
 from penstock.movers.cuda.streams import Stream, StreamPiece
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm

@@ -36,7 +36,8 @@ from lab.bench.vllm_shared import SIDES as SHARED_SIDES
 from lab.bench.vllm_shared import TOKENS as SHARED_TOKENS
 from lab.bench.vllm_shared import run_vllm_shared
 from lab.bench.vllm_workload import WORKLOADS
-from penstock.cli.conventions import CheckOption, ConfigOption, JsonOption, write_json
+from lab.cli.options import CheckOption
+from penstock.cli.conventions import ConfigOption, JsonOption, write_json
 from penstock.cli.store import stored_tiers_of
 from penstock.errors import UnavailableError, install_hint
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from lab.cli.options import SeedsOption, StartOption, TraceOption, chosen_seeds
 from lab.sim.campaign import DEFECTS, failure_of, run_campaign
 from lab.sim.report import document_of, failure_lines, lines_of
 from lab.sim.scenarios import Scenario, world_of
@@ -19,10 +20,6 @@ from penstock.cli.conventions import (
     JobsOption,
     JsonOption,
     SeedOption,
-    SeedsOption,
-    StartOption,
-    TraceOption,
-    chosen_seeds,
     write_json,
 )
 from penstock.errors import counted

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from penstock.cli.conventions import ExitStatus, chosen_seeds, write_json
+from lab.cli.options import chosen_seeds
+from penstock.cli.conventions import ExitStatus, write_json
 from penstock.cli.entry import CANNOT_RUN_HERE
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.cuda.mover import LoadMover, SaveMover
-from penstock.movers.cuda.pinned import PinnedTier
 from penstock.testing.mover_suite import make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import SaveMover
-from penstock.movers.cuda.pinned import PinnedTier
 from penstock.movers.cuda.streams import Steps
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier

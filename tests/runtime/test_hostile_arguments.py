@@ -187,7 +187,6 @@ CASES: dict[str, Case] = {
     "BaseCache.kv_snapshot": case(lambda s: s.cache.kv_snapshot),
     "BaseCache.audit": case(lambda s: s.cache.audit),
     "BaseCache.health": case(lambda s: s.cache.health),
-    "BaseCache.supervised_by": case(lambda s: s.cache.supervised_by, supervisor=lambda _: Looks()),
     "BaseCache.adopt_thread": case(lambda s: s.cache.adopt_thread),
     "BaseCache.step": case(lambda s: s.cache.step, budget_bytes=lambda _: 1, again=lambda _: False),
     "BaseCache.computed": case(
@@ -276,13 +275,6 @@ CASES: dict[str, Case] = {
 }
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
 """Public to the cache that made the lease and to a rank that ends, and to nobody else."""
-
-
-class Looks:
-    """A supervisor that is well."""
-
-    def look(self) -> None:
-        return None
 
 
 class Stage:

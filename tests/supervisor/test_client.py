@@ -179,3 +179,20 @@ def test_a_deadline_is_a_time(supervisor: Supervisor, deadline: float) -> None:
 def test_a_process_without_a_supervisor_has_no_descriptors() -> None:
     with pytest.raises(ValueError, match=r"name is 'arena', must be one of .*started with: none"):
         inherited_descriptor("arena")
+
+
+def test_a_look_takes_no_event_away() -> None:
+    with Supervisor.start() as supervisor:
+        pid = supervisor.start_process(ProcessSpec(name="brief", module="this"))
+        looked = []
+        events: list[object] = []
+        while not any(isinstance(each, ProcessExited) for each in events):
+            looked.append(supervisor.look())
+            event = supervisor.receive(deadline=time.monotonic() + 60)
+            events.append(event)
+
+    assert set(looked) == {None}
+    assert events == [
+        ProcessStarted(name="brief", pid=pid),
+        ProcessExited(name="brief", pid=pid, code=0),
+    ]

@@ -434,9 +434,9 @@ def test_the_medium_says_where_the_tensors_lie() -> None:
 def test_on_a_gpu_blocks_go_down_and_come_back_into_other_slots(
     name: str, *, layerwise: bool
 ) -> None:
+    from lab.fixtures.pinned_tier import PinnedTier  # noqa: PLC0415
     from penstock.movers.cuda.layers import LayerLoadMover  # noqa: PLC0415 - needs CUDA
     from penstock.movers.cuda.mover import LoadMover, SaveMover  # noqa: PLC0415
-    from penstock.movers.cuda.pinned import PinnedTier  # noqa: PLC0415
 
     case = CASES[name]("cuda")
     before = [case.packed(block) for block in range(BLOCKS)]

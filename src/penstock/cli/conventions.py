@@ -4,10 +4,8 @@
 |-------------|------------------------------------------------------------------|
 | `--config`  | settings from this TOML file                                     |
 | `--json`    | the result as JSON, into a file or `-`                           |
-| `--seeds`   | how many seeds, counted from `--start`                           |
 | `--seed`    | this one seed                                                    |
 | `--jobs`    | how many processes                                               |
-| `--trace`   | print every event; of `penstock load`: the trace to ask          |
 
 The one rule: a command takes these options from here, with this meaning. `docs/cli.md` describes
 them for users.
@@ -54,46 +52,14 @@ JsonOption: TypeAlias = Annotated[
         help="Write the result as JSON, too; '-' writes it to standard output, alone.",
     ),
 ]
-SeedsOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--seeds", metavar="N", min=1, help="Run N seeds, counted from --start."),
-]
 SeedOption: TypeAlias = Annotated[
     int | None,
     typer.Option("--seed", metavar="S", min=0, max=SEED_MAX, help="Run this one seed."),
-]
-StartOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--start", metavar="S", min=0, max=SEED_MAX, help="The first seed; 0 if not given."
-    ),
 ]
 JobsOption: TypeAlias = Annotated[
     int,
     typer.Option("--jobs", metavar="N", min=1, max=1024, help="Use N processes."),
 ]
-TraceOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--trace", help="Print every event; goes with --seed."),
-]
-CheckOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--check", help="End with status 1 when a target is missed."),
-]
-
-
-def chosen_seeds(
-    *, seed: int | None, seeds: int | None, start: int | None, default_count: int
-) -> range:
-    """The seeds of `--seed`, or else of `--seeds` and `--start`."""
-    if seed is None:
-        first = start or 0
-        return range(first, first + (default_count if seeds is None else seeds))
-    if seeds is not None or start is not None:
-        raise typer.BadParameter(
-            "names one seed, so it goes with neither --seeds nor --start", param_hint="--seed"
-        )
-    return range(seed, seed + 1)
 
 
 def require_two_files(json: Path | None, html: Path | None) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import reprlib
 import time
 import warnings
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import ConfigError, PeerError
 from penstock.machine.events import Computed
@@ -35,7 +35,6 @@ from penstock.vocabulary.arguments import (
     as_key,
     as_seconds,
     as_text,
-    require_methods,
 )
 
 if TYPE_CHECKING:
@@ -51,19 +50,10 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_facts import Agreement
     from penstock.runtime.status import CopyTimes, Drained, Health
     from penstock.runtime.stored_tiers import StoreStatus
-    from penstock.transport.base import ChannelFailed
     from penstock.vocabulary.ids import Key
 
 NAMED_MAX = 8
 """How many requests a warning names."""
-
-
-class Supervises(Protocol):
-    """A supervisor, as far as its loss matters."""
-
-    def look(self) -> ChannelFailed | None:
-        """Why it is lost, if it is now."""
-        ...
 
 
 class Driven(NamedTuple):
@@ -87,7 +77,6 @@ class BaseCache:
         self._ranks = RankRegistry(
             driven.config, driven.agreement, driven.driver, driven.ranks, deliver
         )
-        self._supervisor: Supervises | None = None
         self._memory = CacheMemory(driven.driver, driven.ranks, deliver)
 
     @property
@@ -151,29 +140,14 @@ class BaseCache:
         self._driver.audit()
 
     def health(self) -> Health:
-        """Whether every rank and tier is there, and the supervisor if there is one; why not.
+        """Whether every rank and tier is there; why not.
 
         A cache that is closed, or whose books cannot be relied on, says so.
         """
         if self._access.closed or self._access.broken:
             return self._driver.health
         self._access.require()
-        if self._supervisor is not None and (lost := self._supervisor.look()) is not None:
-            self._driver.lose_supervisor(lost.cause)
         return self._driver.health
-
-    def supervised_by(self, supervisor: Supervises) -> None:
-        """Makes the health of the cache depend on the supervisor of its processes.
-
-        A supervisor that is lost took ranks and store processes along, starts none anew, and
-        holds no memory any more: only the engine itself is left, and is to be started again.
-
-        Raises:
-            ValueError: it is not a supervisor.
-        """
-        require_methods("supervisor", supervisor, "Supervisor", "look")
-        self._access.require()
-        self._supervisor = supervisor
 
     def adopt_thread(self) -> None:
         """From now on the thread that calls this makes all calls, on leases and pins as well.

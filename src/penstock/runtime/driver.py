@@ -130,10 +130,6 @@ class Driver:
         ended = "the cache is closed" if self.access.closed else self.access.broken
         return health.and_also(ended) if ended else health
 
-    def lose_supervisor(self, why: str) -> None:
-        """Notes that the supervisor of the cache's processes is lost; it is logged once."""
-        self._health.fail("the supervisor", "is lost", why)
-
     def statistics(self) -> CacheStatistics:
         """Counts and sizes; what the machine cannot know is added."""
         found = self.machine.statistics()

@@ -204,7 +204,6 @@ METRICS = (
     of_tier(GAUGE, "ready", "Blocks that can be found"),
     of_tier(GAUGE, "leaving", "Slots whose block is being written down before eviction"),
     of_tier(GAUGE, "doomed", "Slots that cannot be reused yet: something may still write to them"),
-    of_tier(GAUGE, "closing", "Slots in use that a smaller tier has too many"),
     of_tier(GAUGE, "held", "Blocks in use"),
     of_tier(COUNTER, "tokens_cached", "Tokens found here"),
     of_tier(COUNTER, "blocks_evicted", "Copies that made room"),

@@ -47,8 +47,6 @@ _OFFERS_NOTED = 1024
 """So many blocks that may leave are noted at most before they are queued."""
 _FEW = 16
 """With at most this many blocks, a loop is cheaper than array operations."""
-_OCTAVES_MAX = 32
-"""No event is about more blocks than this power of two."""
 _GHOSTS_MIN, _GHOSTS_MAX = 1 << 16, 1 << 20
 """Evicted blocks that are remembered: as many as there are slots, within these bounds."""
 

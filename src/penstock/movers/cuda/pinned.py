@@ -1,8 +1,8 @@
 """Host memory that is registered for DMA with a GPU.
 
 `PinnedArea` is what a mover needs of the host tier: packed blocks in slots at equal distances, and
-a table of their sums. `register` registers memory of any origin: `RegisteredHost` that of a host
-arena, `PinnedTier` that of a tier in this process.
+a table of their sums. `register` registers memory of any origin, `RegisteredHost` that of a host
+arena.
 
 The one rule: memory stays registered as long as a copy may use it, so it is unregistered only by
 `close`, after the movers are closed, or by `release`, while there are no copies.
@@ -19,17 +19,13 @@ from cuda.bindings import runtime
 
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.streams import checked
-from penstock.tiers.host import slot_bytes
-from penstock.vocabulary.checksums import SUM_BYTES
-from penstock.vocabulary.packing import Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
     from penstock.tiers.host import HostTier
-    from penstock.vocabulary.layout import Layout
 
 EXTENT_BYTES_MAX = 1 << 30
 """Registered in one call; a failure then costs no more than this."""
@@ -144,51 +140,3 @@ class PinnedMemory:
         """Ends the registration; the memory goes with the last array that shows it."""
         unregister(self._registered)
         self._registered = []
-
-
-class PinnedTier:
-    """A fixed number of packed blocks in pinned memory, with their sums beside them."""
-
-    medium = "pinned"
-
-    def __init__(self, layout: Layout, slot_count: int) -> None:
-        self.slot_count = slot_count
-        self.slot_stride = slot_bytes(layout)
-        self.layout = layout.packed(block_count=slot_count, slot_bytes=self.slot_stride)
-        self.run_slots = slot_count
-        self._memory = PinnedMemory(slot_count * self.slot_stride)
-        self.address = self._memory.address
-        cells = len(layout.cells)
-        self._sums_memory = PinnedMemory(slot_count * cells * SUM_BYTES)
-        self.sums_address = self._sums_memory.address
-        self._sums = self._sums_memory.bytes.view(np.uint64).reshape(slot_count, cells)
-
-    def blocks(self, slots: Sequence[int]) -> Blocks:
-        """The bytes of some slots, for reading or writing."""
-        return Blocks(layout=self.layout, buffers={0: self._memory.bytes}, numbers=slots)
-
-    @property
-    def bytes(self) -> NDArray[np.uint8]:
-        """All of the memory, with the gaps between blocks."""
-        return self._memory.bytes
-
-    @property
-    def packed(self) -> NDArray[np.uint8]:
-        """All blocks, of shape [slots, bytes]."""
-        slots = self._memory.bytes.reshape(self.slot_count, self.slot_stride)
-        blocks: NDArray[np.uint8] = slots[:, : self.layout.block_bytes]
-        return blocks
-
-    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """The tables of cell sums that were written with the blocks, one row a slot."""
-        rows: NDArray[np.uint64] = self._sums[slots]
-        return rows
-
-    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
-        """Writes the tables of cell sums, one row a slot."""
-        self._sums[slots] = sums
-
-    def close(self) -> None:
-        """Ends the registration."""
-        self._memory.close()
-        self._sums_memory.close()
