@@ -22,6 +22,7 @@ has changed.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -374,19 +375,8 @@ def short(text: str) -> str:
 
 def state_notice(tier: int, state: TierState) -> StateNotice:
     """The state of a tier as it travels."""
-    return StateNotice(
-        tier,
-        state.on,
-        short(state.why),
-        state.recovered,
-        state.blocks,
-        state.block_bytes,
-        state.capacity_bytes,
-        state.saves_dropped,
-        state.blocks_corrupt,
-        state.blocks_reclaimed,
-        state.generations_lost,
-    )
+    fields = {**asdict(state), "why": short(state.why)}
+    return StateNotice(tier, **fields)
 
 
 def state_of(notice: StateNotice) -> TierState:
