@@ -82,11 +82,11 @@ def run_links(
         )
     if done.returncode:
         raise UnavailableError(f"links: the measurement ended: {done.stderr.strip()[-500:]}")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    for each in told:
+    reported = [json.loads(line) for line in done.stdout.splitlines()]
+    for each in reported:
         tell_link(report, each)
     stored = sum(len(encode_block(block.data, item_bytes=2) or block) for block in blocks)
-    tell_where_it_pays(report, told, blocks.nbytes / stored)
+    tell_where_it_pays(report, reported, blocks.nbytes / stored)
 
 
 def require_networks() -> None:
@@ -101,10 +101,10 @@ def require_networks() -> None:
         raise UnavailableError(f"links need root, who may make networks: {tried.stderr.strip()}")
 
 
-def tell_link(report: BenchReport, told: dict[str, Any]) -> None:
+def tell_link(report: BenchReport, reported: dict[str, Any]) -> None:
     """Adds what was measured over one link."""
-    params = {"link": f"{told['link']} MB/s", "block_bytes": told["block_bytes"]}
-    for metric, sides in told["rates"].items():
+    params = {"link": f"{reported['link']} MB/s", "block_bytes": reported["block_bytes"]}
+    for metric, sides in reported["rates"].items():
         for side, rates in sides.items():
             report.add_row(
                 bench="compression",
@@ -115,23 +115,25 @@ def tell_link(report: BenchReport, told: dict[str, Any]) -> None:
                 summary=summarize([each / 1e6 for each in rates]),
             )
     for direction in ("save", "load"):
-        sides = told["rates"][direction]
+        sides = reported["rates"][direction]
         gained = median(
             zstd / plain for zstd, plain in zip(sides["zstd"], sides["plain"], strict=True)
         )
         report.add_note(
-            f"link of {told['link']} MB/s: {direction} with zstd, times plain: {gained:.2f}"
+            f"link of {reported['link']} MB/s: {direction} with zstd, times plain: {gained:.2f}"
         )
 
 
-def tell_where_it_pays(report: BenchReport, told: Sequence[dict[str, Any]], ratio: float) -> None:
+def tell_where_it_pays(
+    report: BenchReport, reported: Sequence[dict[str, Any]], ratio: float
+) -> None:
     """Says below which link the time on the wire that is saved is more than the cores' time.
 
     By CPU time, so that it does not depend on how many others the cores have to serve; as if a
     thread did nothing while it waits for bytes.
     """
     costs = {
-        side: median(1 / rate for each in told for rate in each["rates"]["load, CPU"][side])
+        side: median(1 / rate for each in reported for rate in each["rates"]["load, CPU"][side])
         for side in SIDES
     }
     more_s = costs["zstd"] - costs["plain"]
@@ -186,18 +188,18 @@ def shape_loopback(megabytes_s: int) -> None:
     subprocess.run(words, check=True, timeout=TOOL_S)
 
 
-def main(told: dict[str, Any]) -> None:
+def main(reported: dict[str, Any]) -> None:
     """Measures in the network that it was started in."""
-    blocks = np.load(told["blocks"])
+    blocks = np.load(reported["blocks"])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=TOOL_S)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
         StoreServers(Path(folder), Path(sys.executable)) as servers,
     ):
         url = f"redis://127.0.0.1:{servers.start_redis()}"
-        for link in told["links"]:
+        for link in reported["links"]:
             shape_loopback(link)
-            rates = measure_link(url, blocks, rounds=told["rounds"], count=told["count"])
+            rates = measure_link(url, blocks, rounds=reported["rounds"], count=reported["count"])
             answer = {"link": link, "block_bytes": blocks.shape[1], "rates": rates}
             sys.stdout.write(f"{json.dumps(answer)}\n")
             sys.stdout.flush()

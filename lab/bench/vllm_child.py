@@ -113,17 +113,17 @@ def free_port() -> int:
         return port
 
 
-def open_engine(told: dict[str, Any]) -> Any:
+def open_engine(asked: dict[str, Any]) -> Any:
     """The engine of one side; all sides but for their connector are the same."""
     return open_llm(
-        told["model"],
-        num_gpu_blocks_override=told["pool"],
+        asked["model"],
+        num_gpu_blocks_override=asked["pool"],
         # One request must fit into the pool, of which vLLM keeps a block for itself.
-        max_model_len=min(told.get("longest", 1024), (told["pool"] - 1) * BLOCK_TOKENS),
+        max_model_len=min(asked.get("longest", 1024), (asked["pool"] - 1) * BLOCK_TOKENS),
         max_num_batched_tokens=1024,
         distributed_executor_backend="mp",
         kv_transfer_config=transfer_of(
-            told["side"], told["host_blocks"], told["block_bytes"], told.get("record", "")
+            asked["side"], asked["host_blocks"], asked["block_bytes"], asked.get("record", "")
         ),
         scheduler_cls="lab.bench.vllm_timing.TimedScheduler",
         worker_extension_cls="lab.bench.vllm_timing.TimedWorker",
@@ -194,22 +194,22 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
 
 def counts() -> dict[str, Any]:
     """What the scheduler told last."""
-    told: dict[str, Any] = json.loads(Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text())
-    return told
+    asked: dict[str, Any] = json.loads(Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text())
+    return asked
 
 
 def first_tokens(
-    outs: list[Any], told: list[Any], counted: list[dict[str, int]]
+    outs: list[Any], asked: list[Any], counted: list[dict[str, int]]
 ) -> list[FirstToken]:
     """What lay between each request of a round and its first token.
 
     Args:
         outs: The answers, in the order in which their requests were sent.
-        told: The worker's calls.
+        asked: The worker's calls.
         counted: The scheduler's steps, for each request in the same order.
     """
     names = ("began", "ended", "cpu_s", "connector_s")
-    calls = [WorkerCall(**dict(zip(names, call, strict=True))) for call in told]
+    calls = [WorkerCall(**dict(zip(names, call, strict=True))) for call in asked]
     return [
         first_token(
             calls,
@@ -226,11 +226,11 @@ def first_tokens(
     ]
 
 
-def main(told: dict[str, Any]) -> None:
+def main(asked: dict[str, Any]) -> None:
     """Runs rounds until standard input ends."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PENSTOCK_BENCH_STEPS"] = str(Path(folder) / "steps")
-        llm = open_engine(told)
+        llm = open_engine(asked)
         llm.collective_rpc("penstock_watch")
         say("ready")
         for line in sys.stdin:

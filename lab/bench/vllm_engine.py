@@ -99,7 +99,7 @@ class EngineProcess:
         self,
         side: str,
         python: Path,
-        told: dict[str, Any],
+        reported: dict[str, Any],
         *,
         module: str = "lab.bench.vllm_child",
         variables: Mapping[str, str] | None = None,
@@ -114,7 +114,7 @@ class EngineProcess:
             **(variables or {}),
         }
         self._process = subprocess.Popen(
-            [str(python), "-m", module, json.dumps({"side": side, **told})],
+            [str(python), "-m", module, json.dumps({"side": side, **reported})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -139,16 +139,16 @@ class EngineProcess:
         Raises:
             UnavailableError: the engine ended, or took too long.
         """
-        told = self.ask([seed, asdict(workload)])
+        reported = self.ask([seed, asdict(workload)])
         first_tokens = [
             FirstToken(**{**each, "counts": StepCounts(**each["counts"])})
-            for each in told.pop("first_tokens")
+            for each in reported.pop("first_tokens")
         ]
-        recording = told.pop("recording", None)
+        recording = reported.pop("recording", None)
         return RoundResult(
             first_tokens=first_tokens,
             recording=RecordingCost(**recording) if recording else None,
-            **told,
+            **reported,
         )
 
     def ask(self, words: object) -> Any:  # noqa: ANN401 - What the module says.
@@ -205,5 +205,7 @@ class EngineProcess:
             self._unread += more
 
     def _failed(self, how: str) -> UnavailableError:
-        told = "\n".join(self._said)
-        return UnavailableError(f"the engine of side {self.side!r} {how}; its last lines:\n{told}")
+        reported = "\n".join(self._said)
+        return UnavailableError(
+            f"the engine of side {self.side!r} {how}; its last lines:\n{reported}"
+        )

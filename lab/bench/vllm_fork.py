@@ -78,9 +78,9 @@ def serve(job: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.update(job["environment"])
     parser = make_arg_parser(FlexibleArgumentParser())
-    told = parser.parse_args(job["words"])
-    validate_parsed_serve_args(told)
-    uvloop.run(run_server(told))
+    reported = parser.parse_args(job["words"])
+    validate_parsed_serve_args(reported)
+    uvloop.run(run_server(reported))
 
 
 def main() -> None:

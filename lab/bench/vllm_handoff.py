@@ -257,8 +257,8 @@ def _difference(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
     """
     largest = 0.0
     for answer, other in zip(answers, others, strict=True):
-        told = zip(answer.words, other.words, answer.logprobs, other.logprobs, strict=True)
-        for word, other_word, logprob, other_logprob in told:
+        reported = zip(answer.words, other.words, answer.logprobs, other.logprobs, strict=True)
+        for word, other_word, logprob, other_logprob in reported:
             largest = max(largest, abs(logprob - other_logprob))
             if word != other_word:
                 break

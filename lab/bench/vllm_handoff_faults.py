@@ -93,6 +93,6 @@ def _kill_in_mid_prompt(
 
 
 def _kill_after_it(pairs: Pairs, pair: str, prompt: Prompt) -> Answer:
-    told = prefilled(pairs.prefill[pair], prompt)
+    reported = prefilled(pairs.prefill[pair], prompt)
     pairs.prefill[pair].kill()
-    return alone(pairs.decode[pair], prompt, kv_transfer_params=told)
+    return alone(pairs.decode[pair], prompt, kv_transfer_params=reported)

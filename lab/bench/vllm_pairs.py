@@ -93,8 +93,8 @@ class Pairs:
 
     def at_once(self) -> Callable[[Prompt], Answer]:
         """Asks both servers of our pair at the same time."""
-        told = prefilled(self.prefill[OURS], draw_prompt("address", tokens=BLOCK_TOKENS))
-        ask = AtOnce(told["penstock"]["address"])
+        reported = prefilled(self.prefill[OURS], draw_prompt("address", tokens=BLOCK_TOKENS))
+        ask = AtOnce(reported["penstock"]["address"])
         return lambda prompt: ask(self.prefill[OURS], self.decode[OURS], prompt)
 
     def received(self, name: str) -> float:

@@ -96,8 +96,8 @@ def in_turn(prefill: VllmServer, decode: VllmServer, prompt: Prompt) -> Answer:
 def prefilled(prefill: VllmServer, prompt: Prompt) -> dict[str, Any]:
     """Has a prompt computed: what the decode server must be told."""
     asked = prompt.body(kv_transfer_params=REMOTE_DECODE, max_tokens=1)
-    told: dict[str, Any] = ask(prefill, asked)["kv_transfer_params"]
-    return told
+    reported: dict[str, Any] = ask(prefill, asked)["kv_transfer_params"]
+    return reported
 
 
 class AtOnce:
@@ -119,8 +119,8 @@ class AtOnce:
         asking = Thread(target=_ask_and_forget, args=[prefill, asked])
         asking.start()
         own = {"handoff": name, "address": self._address}
-        told = {"do_remote_prefill": True, "do_remote_decode": False, "penstock": own}
-        answer = alone(decode, prompt, kv_transfer_params=told)
+        reported = {"do_remote_prefill": True, "do_remote_decode": False, "penstock": own}
+        answer = alone(decode, prompt, kv_transfer_params=reported)
         asking.join(ANSWER_S)
         return answer
 
@@ -166,8 +166,8 @@ def _post(link: http.client.HTTPConnection, body: dict[str, Any]) -> http.client
     link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = link.getresponse()
     if answer.status != http.HTTPStatus.OK:
-        told = answer.read()[:300].decode("utf-8", "replace")
-        raise http.client.HTTPException(f"status {answer.status}: {told}")
+        reported = answer.read()[:300].decode("utf-8", "replace")
+        raise http.client.HTTPException(f"status {answer.status}: {reported}")
     return answer
 
 
@@ -194,7 +194,7 @@ def _take(answer: Answer, part: dict[str, Any]) -> None:
     if "error" in part:
         raise http.client.HTTPException(str(part["error"])[:300])
     for choice in part["choices"]:
-        if told := choice["logprobs"]:
-            answer.times += [time.monotonic()] * len(told["tokens"])
-            answer.logprobs += told["token_logprobs"]
-            answer.words += told["tokens"]
+        if reported := choice["logprobs"]:
+            answer.times += [time.monotonic()] * len(reported["tokens"])
+            answer.logprobs += reported["token_logprobs"]
+            answer.words += reported["tokens"]

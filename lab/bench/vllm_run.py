@@ -95,7 +95,7 @@ def run_vllm(
         sides = [side for side in sides if side != LMCACHE]
         report.add_note(f"no side {LMCACHE}: the environment of {python} has no LMCache")
     blocks = max(workload.working_set_tokens for workload in workloads) // BLOCK_TOKENS
-    told = {
+    reported = {
         "pool": int(blocks * POOL_SHARE),
         "host_blocks": int(blocks * HOST_SHARE),
         "block_bytes": block_bytes(BLOCK_TOKENS),
@@ -107,7 +107,7 @@ def run_vllm(
         report.progress(f"starting {', '.join(sides)}")
         engines: dict[str, EngineProcess] = {}
         for side in sides:
-            engines[side] = EngineProcess(side, python, {"model": folder, **told})
+            engines[side] = EngineProcess(side, python, {"model": folder, **reported})
             stack.callback(engines[side].close)
         for engine in engines.values():
             engine.wait_ready()
@@ -139,7 +139,7 @@ def run_recording(
             _record_alone(report, f"{folder}/alone-{blocks_each}.jsonl", blocks_each, rounds)
         report.progress("making a model")
         _run([str(python), "-c", LONG_MODEL, folder, str(longest)])
-        told = {
+        reported = {
             "model": folder,
             "pool": blocks,
             "host_blocks": blocks,
@@ -147,7 +147,7 @@ def run_recording(
             "longest": longest,
             "record": f"{folder}/recorded.jsonl",
         }
-        engine = EngineProcess(OURS, python, told)
+        engine = EngineProcess(OURS, python, reported)
         stack.callback(engine.close)
         report.progress("starting vLLM")
         engine.wait_ready()
@@ -259,8 +259,8 @@ def tell(report: BenchReport, measured: Rounds, workload: Workload, *, device_bl
             mine.answers != plain.answers
             for mine, plain in zip(results, measured[PLAIN], strict=True)
         )
-        for told in slowest(result.first_tokens for result in results):
-            report.add_note(f"{side}, {workload.name}: slow first token, {told}")
+        for reported in slowest(result.first_tokens for result in results):
+            report.add_note(f"{side}, {workload.name}: slow first token, {reported}")
         report.add_note(
             f"{side}, {workload.name}: answers differ from {PLAIN} in {differing} of "
             f"{len(results)} rounds"

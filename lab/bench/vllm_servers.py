@@ -210,8 +210,8 @@ class VllmForks:
                 return int(line.removeprefix("FORKED "))
 
     def _failed(self, how: str) -> UnavailableError:
-        told = self._errors.read_text(encoding="utf-8", errors="replace")[-2000:]
-        return UnavailableError(f"the process that starts vLLM {how}; its last words:\n{told}")
+        reported = self._errors.read_text(encoding="utf-8", errors="replace")[-2000:]
+        return UnavailableError(f"the process that starts vLLM {how}; its last words:\n{reported}")
 
 
 class VllmServer:
@@ -254,8 +254,10 @@ class VllmServer:
             if self._reserved is not None:
                 self._reserved.close()
         if not heard:
-            told = "\n".join(self._said)
-            raise UnavailableError(f"server {self.name!r} did not start; its last lines:\n{told}")
+            reported = "\n".join(self._said)
+            raise UnavailableError(
+                f"server {self.name!r} did not start; its last lines:\n{reported}"
+            )
 
     def _accepts(self) -> bool:
         try:

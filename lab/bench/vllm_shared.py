@@ -94,7 +94,7 @@ class SharingSide:
     plan: SharedPlan
     folder: Path
     servers: StoreServers
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
     """What its replicas are told."""
     variables: dict[str, str] = field(default_factory=dict)
     count: Callable[[], int] | None = None
@@ -108,11 +108,11 @@ class SharingSide:
         Raises:
             UnavailableError: it does not start.
         """
-        told = {"model": str(self.plan.model), "blocks": self.plan.blocks, **self.told}
+        reported = {"model": str(self.plan.model), "blocks": self.plan.blocks, **self.reported}
         if self.name == "lmcache redis":
             memory_gib = max(1.0, 2 * self.plan.stored_mib / 1024)
-            told["port"] = self.servers.start_lmcache(
-                self.told["redis"], memory_gib, chunk_tokens=CHUNK_TOKENS
+            reported["port"] = self.servers.start_lmcache(
+                self.reported["redis"], memory_gib, chunk_tokens=CHUNK_TOKENS
             )
         # A store process of its own, as on another machine.
         runtime = self.folder / str(number)
@@ -120,7 +120,7 @@ class SharingSide:
         return EngineProcess(
             self.name,
             self.plan.python,
-            told,
+            reported,
             module="lab.bench.vllm_shared_child",
             variables={"XDG_RUNTIME_DIR": str(runtime), **self.variables},
         )
@@ -324,7 +324,7 @@ def _prepare_nothing(_side: SharingSide) -> None:
 def _prepare_redis(side: SharingSide) -> None:
     port = side.servers.start_redis()
     side.count = lambda: values_in_redis(port)
-    side.told = {"redis": port, "store": f'kind = "redis"\nurl = "redis://127.0.0.1:{port}"'}
+    side.reported = {"redis": port, "store": f'kind = "redis"\nurl = "redis://127.0.0.1:{port}"'}
 
 
 def _prepare_mooncake(side: SharingSide) -> None:
@@ -345,7 +345,7 @@ def _prepare_mooncake(side: SharingSide) -> None:
             }
         )
     )
-    side.told = {"store": f'kind = "mooncake"\nmaster = "{address}"'}
+    side.reported = {"store": f'kind = "mooncake"\nmaster = "{address}"'}
     side.variables = {"MOONCAKE_CONFIG_PATH": str(file)}
 
 

@@ -50,27 +50,27 @@ timeout_s = 30
 of how long a load takes."""
 
 
-def transfer_of(told: dict[str, Any]) -> dict[str, Any] | None:
+def transfer_of(asked: dict[str, Any]) -> dict[str, Any] | None:
     """What vLLM is told about connectors."""
-    side, blocks = told["side"], told["blocks"]
+    side, blocks = asked["side"], asked["blocks"]
     if side.startswith("penstock"):
-        return penstock_connector(TOML.format(blocks=2 * blocks, store=told["store"]))
+        return penstock_connector(TOML.format(blocks=2 * blocks, store=asked["store"]))
     if side == "vllm mooncake":
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     if side == "lmcache redis":
-        return lmcache_connector(told["port"])
+        return lmcache_connector(asked["port"])
     return None
 
 
-def open_replica(told: dict[str, Any]) -> Any:
+def open_replica(asked: dict[str, Any]) -> Any:
     """An engine; all sides but for their connector are the same."""
     return open_llm(
-        told["model"],
+        asked["model"],
         # A prompt with its tail, a nudge, and the block that vLLM keeps for itself.
-        num_gpu_blocks_override=told["blocks"] + 8,
-        max_model_len=(told["blocks"] + 2) * BLOCK_TOKENS,
+        num_gpu_blocks_override=asked["blocks"] + 8,
+        max_model_len=(asked["blocks"] + 2) * BLOCK_TOKENS,
         max_num_batched_tokens=BATCH_TOKENS,
-        kv_transfer_config=transfer_of(told),
+        kv_transfer_config=transfer_of(asked),
     )
 
 
@@ -99,9 +99,9 @@ def store_is_on(llm: Any) -> bool:
     return any(each.name == STORE_IS_ON and each.value for each in llm.get_metrics())
 
 
-def main(told: dict[str, Any]) -> None:
+def main(asked: dict[str, Any]) -> None:
     """Answers until standard input ends."""
-    llm = open_replica(told)
+    llm = open_replica(asked)
     say("ready")
     for line in sys.stdin:
         say(f"ROUND {json.dumps(ask(llm, *json.loads(line)))}")

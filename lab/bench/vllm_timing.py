@@ -139,7 +139,7 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """A round begins or ends: tells what was counted, and starts anew."""
-        told = {
+        reported = {
             "steps": self.steps,
             "empty_steps": self.empty_steps,
             "spent_s": self.spent_s,
@@ -148,7 +148,7 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
             "writer_s": self.writer_s,
             "first_tokens": list(self.counted.values()),
         }
-        Path(os.environ[TOLD]).write_text(json.dumps(told), encoding="ascii")
+        Path(os.environ[TOLD]).write_text(json.dumps(reported), encoding="ascii")
         self._begin_round()
         return super().reset_prefix_cache(*args, **kwargs)
 
@@ -190,7 +190,7 @@ class TimedWorker:
                 self.penstock_spent_s[what] += spent_s
                 if what == STEP:
                     connector_s = self.penstock_spent_s[CONNECTOR] - before_s
-                    told = (began_at, time.monotonic(), spent_s, connector_s)
-                    self.penstock_calls.append(told)
+                    reported = (began_at, time.monotonic(), spent_s, connector_s)
+                    self.penstock_calls.append(reported)
 
         return timed

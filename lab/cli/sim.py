@@ -71,7 +71,7 @@ def simulate(
 
 def _tell(scenario: Scenario, seed: int) -> None:
     """Tells every event of one world, and how it ended."""
-    world = world_of(scenario, seed, teller=print)
+    world = world_of(scenario, seed, log=print)
     try:
         world.run()
     except DEFECTS as error:
@@ -90,14 +90,14 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
             task = bar.add_task("", total=total)
             yield lambda count: bar.advance(task, count)
         return
-    done, told = 0, 0
+    done, reported = 0, 0
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, reported
         done += count
         tenths = done * 10 // total
-        if tenths > told and done < total:
-            told = tenths
+        if tenths > reported and done < total:
+            reported = tenths
             print(f"lab: {done} of {total} seeds", file=sys.stderr, flush=True)
 
     yield advance

@@ -93,8 +93,8 @@ class Delayed(Generic[State, Move]):
 
     def tell(self, state: Late[State, Move], move: Choice[Move]) -> str:
         """The move in words."""
-        told = self.world.tell(state.inner, move.move)
-        return f"(delayed: {told})" if move.delayed else told
+        reported = self.world.tell(state.inner, move.move)
+        return f"(delayed: {reported})" if move.delayed else reported
 
     def conclude(self) -> None:
         """Looks back at the world below."""

@@ -151,9 +151,9 @@ class _Search(Generic[State, Move]):
 
     def _story(self, number: int) -> list[str]:
         """Walks from the beginning to a state again, and tells every move."""
-        state, told = self._world.begin(), []
+        state, reported = self._world.begin(), []
         for place in self._graph.path_to(number):
             move = self._world.moves(state)[place]
-            told.append(self._world.tell(state, move))
+            reported.append(self._world.tell(state, move))
             state = self._world.step(state, move)
-        return told
+        return reported

@@ -291,7 +291,7 @@ def _check_accounts(world: World) -> None:
         raise SimulationError("drain", "more operations were counted than copies asked for")
     if statistics.reports_late != world.ranks.late_reports:
         raise SimulationError("drain", f"{statistics.reports_late} late reports were counted")
-    if world.weather.managed and sum(statistics.misses.values()) != statistics.requests:
+    if world.conditions.managed and sum(statistics.misses.values()) != statistics.requests:
         raise SimulationError("drain", f"misses do not add up: {statistics.misses}")
     for tier in statistics.tiers:
         if tier.free + tier.filling + tier.ready + tier.leaving + tier.doomed != tier.slots:

@@ -33,7 +33,7 @@ class Engine(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = world.rng
-        self.weather = world.weather
+        self.conditions = world.conditions
         self.library = world.library
         self.block_tokens = world.library.block_tokens
         self.pins: dict[PinId, list[Key]] = {}
@@ -53,16 +53,16 @@ class Engine(ABC):
 
     def step(self) -> None:
         """One step: mostly requests, now and then something else."""
-        rng, weather = self.rng, self.weather
+        rng, conditions = self.rng, self.conditions
         if rng.random() < 0.15:
             self.world.send(ev.Tick())
-        if rng.random() < weather.pin:
+        if rng.random() < conditions.pin:
             self._pin_or_unpin()
-        if rng.random() < weather.prefetch / 4 and weather.settings.tiers:
+        if rng.random() < conditions.prefetch / 4 and conditions.settings.tiers:
             self._prefetch()
-        if rng.random() < weather.cancel:
+        if rng.random() < conditions.cancel:
             self._cancel()
-        if weather.tell_speed and rng.random() < weather.tell_speed:
+        if conditions.tell_speed and rng.random() < conditions.tell_speed:
             self._tell_speed()
         self.advance()
 
@@ -99,7 +99,7 @@ class Engine(ABC):
         count = self.rng.randint(1, 20)
         jitter = self.rng.choice((0.5, 1.0, 1.0, 1.0, 20.0))
         self._told_speed = True
-        seconds = jitter * count / self.weather.tokens_per_s
+        seconds = jitter * count / self.conditions.tokens_per_s
         self.world.send(ev.Computed(token_count=count, seconds=seconds))
 
     def check_skipped(self, name: str, miss: Miss, keys: Sequence[Key]) -> None:
@@ -107,7 +107,7 @@ class Engine(ABC):
         if miss.reason is not MissReason.RECOMPUTE:
             return
         self.world.note("recompute is quicker")
-        settings = self.weather.settings
+        settings = self.conditions.settings
         measured = settings.load_gate is Gate.MEASURED and self._told_speed
         if not (measured or settings.load_tokens_min > 1):
             raise SimulationError("usefulness", f"{name} computes what it could load: {miss}")

@@ -17,26 +17,26 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from lab.sim.agenda import Agenda
+from lab.sim.handoff_conditions import draw_handoff_conditions
 from lab.sim.handoff_drivers import Drivers
 from lab.sim.handoff_ends import check_at_rest
 from lab.sim.handoff_engines import Engines
+from lab.sim.handoff_faults import HandoffFaultInjector
 from lab.sim.handoff_network import Network
-from lab.sim.handoff_storm import HandoffStorm
-from lab.sim.handoff_weather import draw_handoff_weather
-from lab.worlds import deeds as do
-from lab.worlds.casting import actor_of
+from lab.worlds import actions as do
 from lab.worlds.decode import DecodeRankActor
+from lab.worlds.descriptions import in_short
+from lab.worlds.parties import actor_of
 from lab.worlds.prefill import PrefillRankActor
 from lab.worlds.scene import DECODE, PREFILL
 from lab.worlds.schedulers import DecodeSchedulerActor, PrefillSchedulerActor
-from lab.worlds.telling import in_short
 from penstock.handoff.protocol import effects as ef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lab.sim.handoff_weather import HandoffWeather
-    from lab.worlds.casting import AnyActor
+    from lab.sim.handoff_conditions import HandoffConditions
+    from lab.worlds.parties import AnyActor
     from penstock.handoff.protocol.messages import AnyMessage
 
 STEP_COUNT_MAX = 60_000
@@ -59,20 +59,20 @@ class HandoffWorld:
 
     def __init__(
         self,
-        weather: HandoffWeather,
+        conditions: HandoffConditions,
         rng: Random,
         agenda: Agenda,
         seen: Seen,
         *,
-        teller: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         label: str = "",
     ) -> None:
-        self.weather = weather
-        self.scene = weather.scene
+        self.conditions = conditions
+        self.scene = conditions.scene
         self.rng = rng
         self.agenda = agenda
         self.seen = seen
-        self._teller = teller
+        self._log = log
         self._label = label
         self.actors: dict[str, AnyActor] = {
             name: actor_of(self.scene, name) for name in self.scene.names
@@ -86,8 +86,8 @@ class HandoffWorld:
         self.network = Network(self)
         self.drivers = Drivers(self)
         self.engines = Engines(self)
-        self.storm = HandoffStorm(self)
-        for _ in weather.slow:
+        self.injector = HandoffFaultInjector(self)
+        for _ in conditions.slow:
             self.note("slow rank")
 
     # ---------------------------------------------------------------- for everybody in it
@@ -97,16 +97,16 @@ class HandoffWorld:
         """The time."""
         return self.agenda.now
 
-    def give(self, name: str, deed: do.Deed) -> None:
+    def give(self, name: str, action: do.Action) -> None:
         """Lets something happen to a party, and carries on with what it asks for."""
         actor = self.actors[name]
-        kind = type(deed).__name__
-        if isinstance(deed, do.Receive):
-            kind = f"hears {type(deed.message).__name__}"
+        kind = type(action).__name__
+        if isinstance(action, do.Receive):
+            kind = f"hears {type(action.message).__name__}"
         self.seen.events[kind] += 1
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  {self._label}{name} {kind} {in_short(deed)}")
-        self._carry_on(actor, actor.act(deed, self.now))
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  {self._label}{name} {kind} {in_short(action)}")
+        self._carry_on(actor, actor.act(action, self.now))
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Puts something on the agenda."""
@@ -118,12 +118,12 @@ class HandoffWorld:
 
     def tell(self, line: str, *arguments: object) -> None:
         """Tells whoever listens about something that no party sees."""
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  · {self._label}{line % arguments}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  · {self._label}{line % arguments}")
 
     def slowness(self, name: str) -> float:
         """How much longer than usual everything takes for a rank."""
-        return _SLOW if name in self.weather.slow else 1.0
+        return _SLOW if name in self.conditions.slow else 1.0
 
     def is_up(self, name: str) -> bool:
         """Whether a party's process runs."""
@@ -166,15 +166,15 @@ class HandoffWorld:
         assert isinstance(actor, DecodeSchedulerActor)
         return actor
 
-    # ---------------------------------------------------------------- what follows from a deed
+    # ---------------------------------------------------------------- what follows from a action
 
     def _carry_on(self, actor: AnyActor, said: tuple[AnyMessage, ...]) -> None:
         asked = actor.asked
-        if self._teller is not None:
+        if self._log is not None:
             for message in said:
-                self._teller(f"{'':9}    → {message.target.name}: {in_short(message)}")
+                self._log(f"{'':9}    → {message.target.name}: {in_short(message)}")
             for effect in asked:
-                self._teller(f"{'':9}    → {effect}")
+                self._log(f"{'':9}    → {effect}")
         for message in said:
             self.network.send(message)
         self._set_alarm(actor)
@@ -215,19 +215,19 @@ class HandoffWorld:
             self._set_alarm(actor)
             return
         self.seen.events["Timer"] += 1
-        if self._teller is not None:
+        if self._log is not None:
             due = [timer for timer, at in actor.machine.timers.items() if at <= self.now]
-            self._teller(f"{self.now:9.3f}  {self._label}{name} timers {due}")
+            self._log(f"{self.now:9.3f}  {self._label}{name} timers {due}")
         self._carry_on(actor, actor.tick(self.now))
 
 
 class HandoffSimulation(HandoffWorld):
     """One seed's world."""
 
-    def __init__(self, seed: int, *, teller: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, *, log: Callable[[str], None] | None = None) -> None:
         rng = Random(seed)
-        weather = draw_handoff_weather(rng)
-        super().__init__(weather, rng, Agenda(), Seen(), teller=teller)
+        conditions = draw_handoff_conditions(rng)
+        super().__init__(conditions, rng, Agenda(), Seen(), log=log)
         self.events, self.faults, self.copies = (
             self.seen.events,
             self.seen.faults,
@@ -241,9 +241,9 @@ class HandoffSimulation(HandoffWorld):
             Violation: a promise was broken by what a party did.
             SimulationError: one was broken by what nobody did.
         """
-        if self._teller is not None:
-            self._teller(f"{self.weather}")
+        if self._log is not None:
+            self._log(f"{self.conditions}")
         self.engines.begin()
-        self.storm.begin()
+        self.injector.begin()
         self.agenda.run(step_count_max=STEP_COUNT_MAX)
         check_at_rest(self)

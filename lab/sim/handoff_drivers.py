@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.prefill import Phase
 from penstock.handoff.protocol import effects as ef
 
 if TYPE_CHECKING:
     from lab.sim.handoff import HandoffWorld
-    from lab.worlds.casting import AnyActor
+    from lab.worlds.parties import AnyActor
     from penstock.handoff.protocol.identity import Life, WriteId
 
 _FENCE_LOOK_S = 0.1
@@ -30,14 +30,16 @@ class Drivers:
     def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
-        self._weather = world.weather
+        self._conditions = world.conditions
 
     def carry_out(self, actor: AnyActor, effect: ef.AnyEffect) -> None:
         """Begins with what a machine asked for."""
         life = actor.identity.life
         match effect:
             case ef.Write():
-                self._world.after(self._of(self._weather.write_s, life), self._post, life, effect)
+                self._world.after(
+                    self._of(self._conditions.write_s, life), self._post, life, effect
+                )
             case ef.AbandonWrite(write=write):
                 self._world.after(0.0, self._give_up, life, write)
             case ef.Take():
@@ -45,7 +47,9 @@ class Drivers:
                     raise SimulationError(
                         "given back", f"{life.name} writes to the slots of {effect.handoff}"
                     )
-                self._world.after(self._of(self._weather.take_s, life), self._finish, life, effect)
+                self._world.after(
+                    self._of(self._conditions.take_s, life), self._finish, life, effect
+                )
             case ef.Fence():
                 self._world.after(0.0, self._fence, life, effect, 0)
             case _:
@@ -80,7 +84,7 @@ class Drivers:
             return
         self._world.give(source.name, do.Submit(write.write))
         crossing_s = self._world.network.occupy(source.name, target.name, messages=4)
-        write_s = self._of(self._weather.write_s, source) + crossing_s
+        write_s = self._of(self._conditions.write_s, source) + crossing_s
         self._world.after(write_s, self._land, source, write)
 
     def _give_up(self, source: Life, write: WriteId) -> None:
@@ -107,17 +111,19 @@ class Drivers:
             self._world.give(source.name, do.Bounce(name))
             return
         cut = self._world.network.is_cut(source.name, target.name)
-        if cut or self._rng.random() < self._weather.write_failure:
+        if cut or self._rng.random() < self._conditions.write_failure:
             self._world.note("write fails")
             self._world.give(source.name, do.Fail(name))
             self.haunt(source, write)
             return
-        intact = self._rng.random() >= self._weather.spoil
+        intact = self._rng.random() >= self._conditions.spoil
         if not intact:
             self._world.note("part corrupt")
         self._world.give(source.name, do.Leave(name))
         self._arrive(source, write, intact=intact)
-        self._world.after(self._of(self._weather.write_s, source) / 4, self._observe, source, name)
+        self._world.after(
+            self._of(self._conditions.write_s, source) / 4, self._observe, source, name
+        )
 
     def _arrive(self, source: Life, write: ef.Write, *, intact: bool) -> None:
         self._world.give(write.write.target.name, do.Land(write, source, intact))
@@ -150,7 +156,7 @@ class Drivers:
         writer = self._world.prefill_rank(fence.peer.name)
         dead = writer.identity.life != fence.peer
         in_flight = writer.in_flight(fence.peer, life, fence.generation)
-        if in_flight or (self._weather.fence_on_death and not dead):
+        if in_flight or (self._conditions.fence_on_death and not dead):
             self._world.note("fence does not hold yet")
             if looks < _FENCE_LOOKS_MAX:
                 self._world.after(_FENCE_LOOK_S * 2**looks, self._fence, life, fence, looks + 1)

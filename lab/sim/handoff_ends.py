@@ -38,7 +38,7 @@ def check_at_rest(world: HandoffWorld) -> None:
                 "liveness", f"{scheduler.name}: {min(scheduler.open)} has not ended"
             )
     check_drained(world)
-    if world.weather.calm:
+    if world.conditions.calm:
         _check_useful(world)
         check_sparing(world)
 
@@ -61,7 +61,7 @@ def check_drained(world: HandoffWorld) -> None:
         found = target.machine.statistics()
         if target.takes or found.collecting or found.complete or found.ending:
             raise SimulationError("drain", f"{name} has something left: {found}")
-        if target.fences and not world.weather.fence_on_death:
+        if target.fences and not world.conditions.fence_on_death:
             raise SimulationError("drain", f"{name} waits for fences: {target.fences}")
 
 

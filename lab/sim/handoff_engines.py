@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.promises import check_blocks, check_slots, knows_life
 from lab.worlds.scene import DECODE, PREFILL
 from penstock.handoff.protocol.states import HandoffOutcome
@@ -26,12 +26,12 @@ class Engines:
     def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
-        self._weather = world.weather
+        self._conditions = world.conditions
 
     def begin(self) -> None:
         """The router sends every prompt to both engines, some time or other."""
         at = 0.0
-        for handoff in self._weather.scene.prompts:
+        for handoff in self._conditions.scene.prompts:
             at += self._while()
             if self._arrives():
                 self._world.after(at + self._while(), self.prefill, handoff)
@@ -40,13 +40,13 @@ class Engines:
 
     def _arrives(self) -> bool:
         """Whether the router's message reaches an engine."""
-        if self._rng.random() >= self._weather.misrouting:
+        if self._rng.random() >= self._conditions.misrouting:
             return True
         self._world.note("request lost")
         return False
 
     def _while(self) -> float:
-        return self._weather.gap_s * self._rng.expovariate(1.0)
+        return self._conditions.gap_s * self._rng.expovariate(1.0)
 
     # ---------------------------------------------------------------- prefill
 
@@ -64,14 +64,14 @@ class Engines:
             world.after(0.5, self.prefill, handoff)
             return
         life = self._world.prefill_scheduler.identity.life
-        deed = do.Prefill(handoff, life.incarnation)
-        world.give(PREFILL, deed)
+        action = do.Prefill(handoff, life.incarnation)
+        world.give(PREFILL, action)
         for rank in world.scene.prefill_ranks:
-            world.give(rank, deed)
+            world.give(rank, action)
             self._compute(rank, handoff)
-        if self._rng.random() < self._weather.cancel:
+        if self._rng.random() < self._conditions.cancel:
             world.after(self._rng.uniform(0.0, 2.0), self._cancel, PREFILL, handoff, 0)
-        if self._weather.preempt and self._rng.random() < self._weather.preempt:
+        if self._conditions.preempt and self._rng.random() < self._conditions.preempt:
             world.after(self._rng.uniform(0.0, 0.5), self._preempt, handoff)
 
     def _preempt(self, handoff: str) -> None:
@@ -89,7 +89,7 @@ class Engines:
                     self._compute(rank, handoff)
 
     def _compute(self, rank: str, handoff: str) -> None:
-        delay_s = self._weather.layer_s * self._rng.expovariate(1.0) * self._world.slowness(rank)
+        delay_s = self._conditions.layer_s * self._rng.expovariate(1.0) * self._world.slowness(rank)
         life = self._world.actors[rank].identity.life
         self._world.after(delay_s, self._computed, rank, life.incarnation, handoff)
 
@@ -130,9 +130,9 @@ class Engines:
             world.after(0.5, self.claim, handoff, epoch)
             return
         world.give(DECODE, do.Claim(handoff, epoch))
-        if self._rng.random() < self._weather.cancel:
+        if self._rng.random() < self._conditions.cancel:
             world.after(self._rng.uniform(0.0, 2.0), self._cancel, DECODE, handoff, epoch)
-        if self._rng.random() < self._weather.withdraw and epoch < EPOCH_MAX:
+        if self._rng.random() < self._conditions.withdraw and epoch < EPOCH_MAX:
             world.after(self._rng.uniform(0.0, 0.4), self._withdraw, handoff, epoch)
 
     def _cancel(self, name: str, handoff: str, epoch: int) -> None:
@@ -163,7 +163,7 @@ class Engines:
         """Whether the engine tries once more what has failed, or was cancelled."""
         if ended.outcome is HandoffOutcome.DELIVERED or ended.epoch >= EPOCH_MAX:
             return False
-        if self._rng.random() >= self._weather.insistence:
+        if self._rng.random() >= self._conditions.insistence:
             return False
         self._world.note("claimed anyway")
         return True

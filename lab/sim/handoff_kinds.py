@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from lab.sim.coverage import Kinds
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from penstock.handoff.protocol.messages import AnyMessage, Ping, Pong, Refused
 from penstock.handoff.protocol.states import HandoffOutcome
 
@@ -41,13 +41,13 @@ _NOT_SENT = (Refused, Ping, Pong)
 """All parties of a world fit each other, and suspicion is drawn, not found by pinging."""
 
 _EXPLORED_ONLY = ("Greet", "RelayDeath")
-"""Deeds of the explorer's worlds alone."""
+"""Actions of the explorer's worlds alone."""
 
 EVENT_KINDS = tuple(
     sorted(
         {"Timer"}
         | {f"hears {kind.__name__}" for kind in get_args(AnyMessage) if kind not in _NOT_SENT}
-        | {kind.__name__ for kind in get_args(do.Deed)}
+        | {kind.__name__ for kind in get_args(do.Action)}
         - {"Receive", "Expire", "Many", *_EXPLORED_ONLY}
     )
 )

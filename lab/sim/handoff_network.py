@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.scene import PREFILL
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Network:
     def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
-        self._weather = world.weather
+        self._conditions = world.conditions
         self._last: dict[tuple[str, str], float] = {}
         """When the latest message between two parties arrives."""
         self._cut_until = 0.0
@@ -45,7 +45,7 @@ class Network:
 
     def occupy(self, sender: str, target: str, *, messages: int = 1) -> float:
         """How long something takes that crosses a slow link, with what is before it."""
-        service_s = messages * self._weather.link_s
+        service_s = messages * self._conditions.link_s
         to_prefill = target.startswith(PREFILL)
         if not service_s or sender.startswith(PREFILL) == to_prefill:
             return 0.0
@@ -62,24 +62,24 @@ class Network:
     def send(self, message: AnyMessage) -> None:
         """Takes a message, and does with it what networks do."""
         self.sent_count += 1
-        if self._rng.random() < self._weather.loss:
+        if self._rng.random() < self._conditions.loss:
             self._world.note("message lost")
             self._world.tell("%s is lost", type(message).__name__)
             return
         self._deliver(message, self._delay(message))
-        if self._rng.random() < self._weather.duplicate:
+        if self._rng.random() < self._conditions.duplicate:
             self._world.note("message twice")
             late_s = self._rng.uniform(0.0, _LATE_S) if self._rng.random() < 0.5 else 0.0
             self._deliver(message, self._delay(message) + late_s)
 
     def _delay(self, message: AnyMessage) -> float:
         sender, target = message.sender.name, message.target.name
-        delay_s = self._weather.delay_s * self._rng.expovariate(1.0)
+        delay_s = self._conditions.delay_s * self._rng.expovariate(1.0)
         delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
         arrival = self._world.now + delay_s + self.occupy(sender, target)
         last = self._last.get((sender, target), 0.0)
         if arrival < last:
-            if self._weather.fifo:
+            if self._conditions.fifo:
                 arrival = last
             else:
                 self._world.note("message overtaken")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lab.sim.checkers import SimulationError
+from lab.sim.conditions import Plenty
 from lab.sim.engine import Engine
-from lab.sim.weather import Plenty
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
@@ -92,7 +92,7 @@ class ManagedEngine(Engine):
         """Draws of its own: worlds of old seeds stay what they were without them."""
         self._full = False
         """Whether the last request was refused, and nothing was given back since."""
-        tiers = self.weather.settings.tiers
+        tiers = self.conditions.settings.tiers
         self._writes_through = bool(tiers) and tiers[0].write.kind is WriteKind.WRITE_THROUGH
         self.reactions[LeaseChanged] = self._lease_changed
 
@@ -105,7 +105,7 @@ class ManagedEngine(Engine):
         rng = self.rng
         if self.world.ranks.lost and rng.random() < 0.7:
             return  # There is little to do without all ranks.
-        welcome = len(self.requests) < self.weather.requests_max
+        welcome = len(self.requests) < self.conditions.requests_max
         if not self.requests or (welcome and rng.random() < (0.1 if self._full else 0.35)):
             self._arrive()
             return
@@ -115,7 +115,7 @@ class ManagedEngine(Engine):
         elif request.state is LeaseState.LOST:
             self._comes_back(request.text)
             self._leave(request)
-        elif rng.random() < self.weather.abort:
+        elif rng.random() < self.conditions.abort:
             self.world.note("abort while loading")
             self._leave(request)
 
@@ -124,7 +124,7 @@ class ManagedEngine(Engine):
     def _arrive(self) -> None:
         returning = bool(self._returning) and self.rng.random() < 0.5
         text = self._returning.pop() if returning else self.library.next_text()
-        if self.weather.settings.tiers and self.rng.random() < self.weather.prefetch:
+        if self.conditions.settings.tiers and self.rng.random() < self.conditions.prefetch:
             # It waits in a queue first, and its blocks come nearer in the meantime.
             self.prefetch(self.library.all_keys(text), self.next_name())
             if self.rng.random() < 0.3:
@@ -145,10 +145,10 @@ class ManagedEngine(Engine):
 
     def acquire(self, text: Text) -> Request:
         """Sends a request for a text and checks the answer."""
-        rng, weather, world = self.rng, self.weather, self.world
+        rng, conditions, world = self.rng, self.conditions, self.world
         name = self.next_name()
         keys = self.last_keys = self.library.all_keys(text)
-        hinted = rng.random() < weather.hint
+        hinted = rng.random() < conditions.hint
         now = world.now
         event = ev.Acquire(
             request=name,
@@ -157,14 +157,14 @@ class ManagedEngine(Engine):
             tenant=text.namespace.tenant,
             namespace=text.namespace.digest,
             content=text.beginning(self.block_tokens),
-            reuse=rng.random() >= weather.opt_out / 2,
-            load=rng.random() >= weather.opt_out,
-            store=rng.random() >= weather.opt_out,
+            reuse=rng.random() >= conditions.opt_out / 2,
+            load=rng.random() >= conditions.opt_out,
+            store=rng.random() >= conditions.opt_out,
             priority=rng.randint(0, 2) if hinted else 0,
             ttl_s=rng.choice((None, 0.2, 2.0)) if hinted else None,
-            deadline=now + rng.uniform(0.05, 0.5) if rng.random() < weather.haste else None,
+            deadline=now + rng.uniform(0.05, 0.5) if rng.random() < conditions.haste else None,
         )
-        if event.ttl_s == 0.2 and weather.plenty is Plenty.NOWHERE:
+        if event.ttl_s == 0.2 and conditions.plenty is Plenty.NOWHERE:
             # No draw of its own: seeds go on meaning what they meant.
             event = msgspec.structs.replace(event, keep_blocks=event.priority)
         event = self._with_search(event)
@@ -178,7 +178,7 @@ class ManagedEngine(Engine):
         request.store = event.store
         request.keeps = event.keep_blocks
         request.epoch = world.epoch
-        timeout_s = weather.settings.operation_timeout_s
+        timeout_s = conditions.settings.operation_timeout_s
         own = event.deadline or now + timeout_s
         if granted.searching:
             assert event.search_until is not None
@@ -195,9 +195,9 @@ class ManagedEngine(Engine):
 
     def _with_search(self, event: ev.Acquire) -> ev.Acquire:
         """Some requests wait for a store to say which of their blocks it has."""
-        if self.weather.healthy or self._searches.random() < 0.6:
+        if self.conditions.healthy or self._searches.random() < 0.6:
             return event
-        search_s = self._searches.uniform(0.0, 0.5) * self.weather.settings.operation_timeout_s
+        search_s = self._searches.uniform(0.0, 0.5) * self.conditions.settings.operation_timeout_s
         return msgspec.structs.replace(event, search_until=self.world.now + search_s)
 
     def _open(self, request: Request, granted: Granted) -> None:
@@ -217,13 +217,13 @@ class ManagedEngine(Engine):
             self.world.send(ev.Searched(lease=lease))
 
     def _go_on(self, request: Request) -> None:
-        rng, weather = self.rng, self.weather
-        if rng.random() < weather.abort:
+        rng, conditions = self.rng, self.conditions
+        if rng.random() < conditions.abort:
             self.world.note("abort while computing")
             self._leave(request)
-        elif rng.random() < weather.preempt:
+        elif rng.random() < conditions.preempt:
             self._preempt(request)
-        elif rng.random() < weather.fork and len(self.requests) < weather.requests_max:
+        elif rng.random() < conditions.fork and len(self.requests) < conditions.requests_max:
             self._fork(request)
         elif request.computed < len(request.text):
             self._compute(request)
@@ -296,7 +296,7 @@ class ManagedEngine(Engine):
                 request.table = table
                 request.state = effect.state
                 request.separating = effect.state is LeaseState.LOADING
-                request.bound = world.now + self.weather.settings.operation_timeout_s
+                request.bound = world.now + self.conditions.settings.operation_timeout_s
         return True
 
     def _fork(self, request: Request) -> None:
@@ -352,7 +352,7 @@ class ManagedEngine(Engine):
             return
         request.state = effect.state
         request.separating = False
-        if self.weather.healthy and effect.cached_tokens != request.computed:
+        if self.conditions.healthy and effect.cached_tokens != request.computed:
             raise SimulationError("usefulness", f"{request.name} has to compute more than told")
         request.table = effect.table.tolist()
         request.computed = effect.cached_tokens
@@ -381,7 +381,7 @@ class ManagedEngine(Engine):
             raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
         excused = request.separating or isinstance(event, ev.RankLost | ev.Reset)
         free = self.world.books.device.pool.free_count
-        if self.weather.healthy or (not excused and free >= len(request.table)):
+        if self.conditions.healthy or (not excused and free >= len(request.table)):
             raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
 
     def _check_written_down(self, request: Request, keys: Iterable[Key]) -> None:
@@ -426,7 +426,7 @@ class ManagedEngine(Engine):
             )
         if not event.load and any(granted.cached_by_tier[1:]):
             raise SimulationError("refusal", f"{event.request} opted out of loads and got some")
-        plenty = self.weather.plenty
+        plenty = self.conditions.plenty
         if plenty is Plenty.NOWHERE or (plenty is not Plenty.DEVICE and not event.load):
             return
         known = self.world.model.known_prefix(list(event.keys[:useful])) * self.block_tokens
@@ -486,7 +486,7 @@ class ManagedEngine(Engine):
                 )
             request = Request(event.request, granted.lease, text)
             request.epoch = self.world.epoch
-            request.bound = self.world.now + self.weather.settings.operation_timeout_s
+            request.bound = self.world.now + self.conditions.settings.operation_timeout_s
             self._open(request, granted)
             self.world.run_until_quiet()
             if request.state is not LeaseState.READY or request.computed != expected:

@@ -90,8 +90,8 @@ class OffloadEngine(Engine):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.group_count = world.weather.settings.group_count
-        self._free = [list(range(world.weather.engine_slots)) for _ in range(self.group_count)]
+        self.group_count = world.conditions.settings.group_count
+        self._free = [list(range(world.conditions.engine_slots)) for _ in range(self.group_count)]
         self.sequences: dict[str, Sequence] = {}
         self._owner: dict[OperationId, Sequence] = {}
         self.reactions = {Ended: self._operation_ended, Settled: self._operation_settled}
@@ -100,11 +100,11 @@ class OffloadEngine(Engine):
         """Lets a request arrive, or go a step further."""
         rng = self.rng
         running = [s for s in self.sequences.values() if s.stage is not Stage.OVER]
-        if not running or (len(running) < self.weather.requests_max and rng.random() < 0.4):
+        if not running or (len(running) < self.conditions.requests_max and rng.random() < 0.4):
             self._arrive()
             return
         sequence = rng.choice(running)
-        if rng.random() < self.weather.abort:
+        if rng.random() < self.conditions.abort:
             loading = sequence.stage is Stage.LOADING
             self.world.note("abort while loading" if loading else "abort while computing")
             self._give_up(sequence)
@@ -144,13 +144,13 @@ class OffloadEngine(Engine):
         sequence.ready, sequence.losses = found.ready, found.losses
         sequence.worth = found.worth
         self.check_skipped(sequence.name, found.miss, sequence.keys)
-        if self.weather.healthy:
+        if self.conditions.healthy:
             model = self.world.model
-            told = (found.ready, found.ready + found.pending)
+            reported = (found.ready, found.ready + found.pending)
             right = (model.known_prefix(sequence.keys), model.coming_prefix(sequence.keys))
-            if told != right:
+            if reported != right:
                 raise SimulationError(
-                    "usefulness", f"{sequence.name} finds {told}, the model knows {right}"
+                    "usefulness", f"{sequence.name} finds {reported}, the model knows {right}"
                 )
         return found
 
@@ -165,10 +165,10 @@ class OffloadEngine(Engine):
 
     def _load(self, sequence: Sequence) -> None:
         count = sequence.ready
-        if self.weather.tell_speed and self.rng.random() < 0.7:
+        if self.conditions.tell_speed and self.rng.random() < 0.7:
             # Some engines go by what they are told, some load all the same.
             count = min(count, sequence.worth)
-        if not count or self.rng.random() < self.weather.opt_out:
+        if not count or self.rng.random() < self.conditions.opt_out:
             sequence.stage = Stage.COMPUTING
             return
         slots = np.array([row[:count] for row in sequence.slots], dtype=np.int32)
@@ -224,7 +224,7 @@ class OffloadEngine(Engine):
 
     def _save(self, sequence: Sequence, first: int, end: int) -> None:
         slots = np.array([row[first:end] for row in sequence.slots], dtype=np.int32)
-        hinted = self.rng.random() < self.weather.hint
+        hinted = self.rng.random() < self.conditions.hint
         event = ev.Save(
             keys=sequence.keys[first:end],
             slots=slots,
@@ -261,7 +261,7 @@ class OffloadEngine(Engine):
     def _leave(self, sequence: Sequence) -> None:
         self.library.remember(sequence.text)
         sequence.stage = Stage.OVER
-        if self.weather.hint > 0 and len(self.sequences) % 4 == 0:
+        if self.conditions.hint > 0 and len(self.sequences) % 4 == 0:
             # No draw of its own: seeds go on meaning what they meant.
             self.world.send(ev.LetGo(keys=sequence.keys, keep=len(sequence.keys) // 2))
         self._free_when_quiet(sequence)
@@ -270,7 +270,7 @@ class OffloadEngine(Engine):
         """Ends a request early; some engines cancel its copies, some let them run out."""
         self._leave(sequence)
         for operation, job in list(sequence.copies.items()):
-            if not job.ended and self.rng.random() < 0.5 and not self.weather.healthy:
+            if not job.ended and self.rng.random() < 0.5 and not self.conditions.healthy:
                 self.world.note("copy cancelled")
                 self.world.send(ev.Cancel(operation=operation))
 
@@ -282,7 +282,7 @@ class OffloadEngine(Engine):
                 free.extend(row)
 
     def _deadline(self) -> float | None:
-        if self.rng.random() < self.weather.haste:
+        if self.rng.random() < self.conditions.haste:
             return self.world.now + self.rng.uniform(0.05, 0.5)
         return None
 
@@ -294,7 +294,7 @@ class OffloadEngine(Engine):
         if sequence is None:
             return
         job = sequence.copies[effect.operation]
-        if self.weather.healthy and effect.outcome is not Outcome.DONE:
+        if self.conditions.healthy and effect.outcome is not Outcome.DONE:
             raise SimulationError("usefulness", f"{job} of {sequence.name} is {effect.outcome}")
         if effect.purpose is Purpose.SAVE:
             self.world.model.saved(job.keys)
@@ -372,7 +372,7 @@ class OffloadEngine(Engine):
         text = self.library.fresh_text("recovery", 2 * self.block_tokens)
         sequence = self._admit(text, self.library.all_keys(text))
         self.write(sequence, 0, 2)
-        write = self.weather.settings.tiers[0].write
+        write = self.conditions.settings.tiers[0].write
         showings = write.hits if write.kind is WriteKind.SELECTIVE else 1
         slots = np.array(sequence.slots, dtype=np.int32)
         for _ in range(showings):

@@ -27,9 +27,9 @@ from lab.sim.agenda import Agenda
 from lab.sim.checkers import SimulationError
 from lab.sim.handoff import STEP_COUNT_MAX, HandoffWorld, Seen
 from lab.sim.handoff_ends import check_drained, check_sparing
+from lab.sim.pairs_conditions import IDLE_LONG_S, draw_pairs_conditions, pair_share
 from lab.sim.pairs_router import Router
-from lab.sim.pairs_weather import IDLE_LONG_S, draw_pairs_weather, pair_share
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.scene import DECODE, PREFILL, identity_of
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Pair:
 class PairsSimulation:
     """One seed's world."""
 
-    def __init__(self, seed: int, *, teller: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, *, log: Callable[[str], None] | None = None) -> None:
         self.seed = seed
         self.rng = Random(seed)
-        self.weather = draw_pairs_weather(self.rng)
+        self.conditions = draw_pairs_conditions(self.rng)
         self.agenda = Agenda()
         self.seen = Seen()
         self.events, self.faults, self.copies = (
@@ -89,7 +89,7 @@ class PairsSimulation:
             self.seen.faults,
             self.seen.copies,
         )
-        self.teller = teller
+        self.log = log
         self.instances: dict[str, Instance] = {}
         self.pairs: dict[Couple, Pair] = {}
         self.router = Router(self)
@@ -101,27 +101,30 @@ class PairsSimulation:
             Violation: a promise was broken by what a party did.
             SimulationError: one was broken by what nobody did.
         """
-        weather = self.weather
-        if self.teller is not None:
-            self.teller(f"{weather}")
-        for role, counts in (("prefill", weather.prefill_ranks), ("decode", weather.decode_ranks)):
-            late = [self.rng.choice((1, 2)) for _ in range(weather.late_count)]
+        conditions = self.conditions
+        if self.log is not None:
+            self.log(f"{conditions}")
+        for role, counts in (
+            ("prefill", conditions.prefill_ranks),
+            ("decode", conditions.decode_ranks),
+        ):
+            late = [self.rng.choice((1, 2)) for _ in range(conditions.late_count)]
             for number, ranks in enumerate((*counts, *late)):
                 instance = Instance(name=f"{role}{number}", ranks=ranks, role=role)
                 self.instances[instance.name] = instance
-                wait_s = self.rng.uniform(0.0, weather.span_s) if number >= len(counts) else 0.0
+                wait_s = self.rng.uniform(0.0, conditions.span_s) if number >= len(counts) else 0.0
                 self.agenda.after(wait_s, self._join, instance)
-        for number, asked in enumerate(weather.requests):
+        for number, asked in enumerate(conditions.requests):
             self.agenda.after(asked.arrives_s, self.router.arrive, f"r{number}", asked)
         for count, strike in (
-            (weather.death_count, self._die),
-            (weather.leave_count, self.router.leave),
-            (weather.role_change_count, self.router.change_role),
-            (weather.cut_count, self._cut),
-            (weather.suspicion_count, self._suspect),
+            (conditions.death_count, self._die),
+            (conditions.leave_count, self.router.leave),
+            (conditions.role_change_count, self.router.change_role),
+            (conditions.cut_count, self._cut),
+            (conditions.suspicion_count, self._suspect),
         ):
             for _ in range(count):
-                self.agenda.after(self.rng.uniform(0.0, 1.5 * weather.span_s), strike)
+                self.agenda.after(self.rng.uniform(0.0, 1.5 * conditions.span_s), strike)
         self.agenda.run(step_count_max=STEP_COUNT_MAX)
         self._check_at_rest()
 
@@ -131,12 +134,12 @@ class PairsSimulation:
 
     def tell(self, line: str) -> None:
         """Tells whoever listens about something that no party sees."""
-        if self.teller is not None:
-            self.teller(f"{self.agenda.now:9.3f}  · {line}")
+        if self.log is not None:
+            self.log(f"{self.agenda.now:9.3f}  · {line}")
 
     def delay_s(self) -> float:
         """How long a message between the router and an instance takes; some wait for a step."""
-        delay_s = self.weather.base.delay_s * self.rng.expovariate(1.0)
+        delay_s = self.conditions.base.delay_s * self.rng.expovariate(1.0)
         return delay_s + (_STEP_S if self.rng.random() < _STEP_SHARE else 0.0)
 
     def send(self, name: str, action: Callable[..., None], *arguments: object) -> None:
@@ -172,15 +175,15 @@ class PairsSimulation:
     def _new_pair(self, couple: Couple) -> Pair:
         prefill, decode = (self.instances[name] for name in couple)
         prompts: dict[str, Prompt] = {}
-        weather = self.weather.pair_weather(
+        conditions = self.conditions.pair_conditions(
             self.rng, prefill_ranks=prefill.ranks, decode_ranks=decode.ranks, prompts=prompts
         )
         world = HandoffWorld(
-            weather,
+            conditions,
             self.rng,
             self.agenda,
             self.seen,
-            teller=self.teller,
+            log=self.log,
             label=f"{prefill.name}>{decode.name} ",
         )
         world.on_decode_ended = lambda ended: self.report(
@@ -209,7 +212,7 @@ class PairsSimulation:
         pair.numbers[name] = number
         world.network.apart = any(each != number for each in pair.numbers.values())
         instance.open.add(couple)
-        if len(instance.open) > self.weather.peers_max:
+        if len(instance.open) > self.conditions.peers_max:
             raise SimulationError("bounds", f"{name} has {len(instance.open)} pairs open")
         names = _side(world, prefill=name == couple[0])
         reborn = {each: _next_life(world, each) for each in names}
@@ -227,17 +230,19 @@ class PairsSimulation:
 
     def _has_room_for(self, instance: Instance, couple: Couple) -> bool:
         """What `Peers.open` asks before it opens a pair."""
-        if len(instance.open) >= self.weather.peers_max:
+        if len(instance.open) >= self.conditions.peers_max:
             return False
         if instance.name == couple[0]:
             return True
         taken = sum(self._share_of(each) for each in instance.open if each[1] == instance.name)
-        return taken + self._share_of(couple) <= self.weather.landing_bytes_max
+        return taken + self._share_of(couple) <= self.conditions.landing_bytes_max
 
     def _share_of(self, couple: Couple) -> int:
-        area_bytes = self.weather.base.scene.settings.bounds.area_bytes
+        area_bytes = self.conditions.base.scene.settings.bounds.area_bytes
         ranks = self.instances[couple[0]].ranks
-        return pair_share(self.weather.landing_bytes_max, self.weather.peers_max, area_bytes, ranks)
+        return pair_share(
+            self.conditions.landing_bytes_max, self.conditions.peers_max, area_bytes, ranks
+        )
 
     def _let_meet(self, world: HandoffWorld) -> None:
         """The lines of a pair are opened; where one is late, the parties greet each other."""
@@ -303,13 +308,13 @@ class PairsSimulation:
         """Two instances do not hear each other for a while."""
         pair = self._any_pair()
         if pair is not None:
-            pair.world.storm.part()
+            pair.world.injector.part()
 
     def _suspect(self) -> None:
         """A party thinks that a peer is gone, which it is not."""
         pair = self._any_pair()
         if pair is not None:
-            pair.world.storm.suspect()
+            pair.world.injector.suspect()
 
     def _any_pair(self) -> Pair | None:
         """One of which both sides are open."""
@@ -328,7 +333,7 @@ class PairsSimulation:
         Raises:
             SimulationError: one of its parties does.
         """
-        if self.weather.idle_s < IDLE_LONG_S[self.weather.calm]:
+        if self.conditions.idle_s < IDLE_LONG_S[self.conditions.calm]:
             return
         self.note("idle pair looked at")
         world = self.pairs[couple].world
@@ -338,18 +343,18 @@ class PairsSimulation:
                 raise SimulationError("drain", f"{couple}: {min(scheduler.open)} has not ended")
 
     def _check_landing(self, decode: Instance) -> None:
-        area_bytes = self.weather.base.scene.settings.bounds.area_bytes
+        area_bytes = self.conditions.base.scene.settings.bounds.area_bytes
         for rank in range(decode.ranks):
             count = sum(
                 len(self.pairs[couple].world.decode_rank(f"{DECODE}{rank}").berths)
                 for couple in decode.open
                 if couple[1] == decode.name
             )
-            if count * area_bytes > self.weather.landing_bytes_max:
+            if count * area_bytes > self.conditions.landing_bytes_max:
                 raise SimulationError(
                     "bounds",
                     f"rank {rank} of {decode.name} has {count} areas in all its pairs, more than "
-                    f"{self.weather.landing_bytes_max} bytes",
+                    f"{self.conditions.landing_bytes_max} bytes",
                 )
 
     def _check_at_rest(self) -> None:
@@ -362,7 +367,7 @@ class PairsSimulation:
                 actor = pair.world.prefill_rank(rank)
                 if actor.writes or actor.ghosts:
                     raise SimulationError("drain", f"{couple}: {rank} has writes left")
-            if self.weather.calm:
+            if self.conditions.calm:
                 check_sparing(pair.world, opened_count=pair.opened_count)
 
 

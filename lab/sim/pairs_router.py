@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from lab.sim.handoff_weather import AMPLE_S
-from lab.sim.pairs_weather import prompt_of
+from lab.sim.handoff_conditions import AMPLE_S
+from lab.sim.pairs_conditions import prompt_of
 from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from lab.sim.pairs import Couple, PairsSimulation
-    from lab.sim.pairs_weather import Asked
+    from lab.sim.pairs_conditions import Asked
 
 TRY_COUNT_MAX = 3
 """A request that was not handed over so often is computed by its decode instance."""
@@ -74,7 +74,7 @@ class Router:
     def arrive(self, name: str, asked: Asked) -> None:
         """A client asks for something."""
         request = self._requests[name] = Request(name=name, asked=asked)
-        deadline_s = DEADLINE_S[self._world.weather.calm]
+        deadline_s = DEADLINE_S[self._world.conditions.calm]
         self._world.agenda.after(deadline_s, self._give_up, request)
         self._route(request)
 
@@ -188,7 +188,7 @@ class Router:
             introduced.uses -= 1
             introduced.used_at = self._world.agenda.now
             if not introduced.uses:
-                idle_s = self._world.weather.idle_s
+                idle_s = self._world.conditions.idle_s
                 self._world.agenda.after(idle_s, self._close_idle, couple, introduced.used_at)
         return couple or ("", "")
 
@@ -213,12 +213,12 @@ class Router:
     def _has_room(self, name: str) -> bool:
         pairs = self._pairs_of(name)
         idle = any(not self._open[couple].uses for couple in pairs)
-        return idle or len(pairs) < self._world.weather.peers_max
+        return idle or len(pairs) < self._world.conditions.peers_max
 
     def _introduce(self, couple: Couple) -> None:
         for name in couple:
             pairs = self._pairs_of(name)
-            if len(pairs) >= self._world.weather.peers_max:
+            if len(pairs) >= self._world.conditions.peers_max:
                 self._world.note("pair closed to make room")
                 self._close(next(each for each in pairs if not self._open[each].uses))
         self._world.note("pair opened")
@@ -342,7 +342,7 @@ class Router:
         for request in self._requests.values():
             if not request.outcome:
                 raise SimulationError("liveness", f"{request.name} has not ended")
-            if self._world.weather.calm and request.outcome != "delivered":
+            if self._world.conditions.calm and request.outcome != "delivered":
                 raise SimulationError(
                     "usefulness",
                     f"{request.name} is {request.outcome}, though nothing was in the way",

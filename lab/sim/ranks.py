@@ -111,13 +111,13 @@ class Ranks:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rng = world.rng
-        self._weather = world.weather
+        self._conditions = world.conditions
         self._right = world.library.right
-        settings = world.weather.settings
-        self._managed = world.weather.managed
+        settings = world.conditions.settings
+        self._managed = world.conditions.managed
         self._tiers = world.books.tiers
         self.rank_count = settings.rank_count
-        self.group_slots = world.weather.engine_slots
+        self.group_slots = world.conditions.engine_slots
         device_slots = (
             settings.device.slot_count
             if settings.device is not None
@@ -148,18 +148,18 @@ class Ranks:
         self.claims = Claims()
         self.stores = self._make_stores()
         """Tiers that a store process serves."""
-        self._well = world.weather.healthy
+        self._well = world.conditions.healthy
         """Whether nothing goes wrong with copies, because it never does or not any more."""
-        self._pace_s = list(world.weather.pace_s)
-        if max(self._weather.pace_s) >= 10 * min(self._weather.pace_s):
+        self._pace_s = list(world.conditions.pace_s)
+        if max(self._conditions.pace_s) >= 10 * min(self._conditions.pace_s):
             world.note("rank is slow")
 
     def _make_stores(self) -> dict[int, Store]:
-        weather = self._weather.store
+        conditions = self._conditions.store
         return {
-            index: Store(self._world, index, weather)
-            for index, tier in enumerate(self._weather.settings.tiers, 1)
-            if weather is not None and tier.stored
+            index: Store(self._world, index, conditions)
+            for index, tier in enumerate(self._conditions.settings.tiers, 1)
+            if conditions is not None and tier.stored
         }
 
     # ---------------------------------------------------------------- what the cache asks for
@@ -253,7 +253,7 @@ class Ranks:
     def recover(self) -> None:
         """From now on no rank is slow, and nothing goes wrong with copies."""
         self._well = True
-        quick_s = self._weather.settings.operation_timeout_s / 40
+        quick_s = self._conditions.settings.operation_timeout_s / 40
         self._pace_s = [quick_s] * self.rank_count
 
     # ---------------------------------------------------------------- the stages of a copy
@@ -339,7 +339,7 @@ class Ranks:
                 return
             note("report from a dead rank")
         self._tell(job, event)
-        if not self._well and self._rng.random() < self._weather.duplicate:
+        if not self._well and self._rng.random() < self._conditions.duplicate:
             self._world.after(self._pause(event.rank), self._repeat, event)
 
     def _tell(self, job: Job, event: CopyReport) -> None:
@@ -375,17 +375,17 @@ class Ranks:
         self._world.send(event)
 
     def _draw_trouble(self, job: Job) -> Trouble:
-        weather, rng = self._weather, self._rng
+        conditions, rng = self._conditions, self._rng
         if self._well:
             return _NO_TROUBLE
         trouble = Trouble()
-        if rng.random() < weather.hang:
-            timeout_s = weather.settings.operation_timeout_s
+        if rng.random() < conditions.hang:
+            timeout_s = conditions.settings.operation_timeout_s
             trouble.hang_s[rng.randrange(3)] = timeout_s * rng.uniform(0.5, 2.0)
             self._world.note("rank hangs")
-        if rng.random() < weather.unreadable:
+        if rng.random() < conditions.unreadable:
             trouble.unreadable = rng.randrange(len(job.keys))
-        if rng.random() < weather.fail:
+        if rng.random() < conditions.fail:
             trouble.failure = "cannot copy"
         return trouble
 

@@ -53,22 +53,22 @@ class SimulatedWorld(Protocol):
 
 
 def world_of(
-    scenario: Scenario, seed: int, *, teller: Callable[[str], None] | None = None
+    scenario: Scenario, seed: int, *, log: Callable[[str], None] | None = None
 ) -> SimulatedWorld:
     """The world of a seed."""
     match scenario:
         case Scenario.CACHE:
-            return World(seed, teller=teller)
+            return World(seed, log=log)
         case Scenario.DISK:
-            return DiskWorld(seed, teller=teller)
+            return DiskWorld(seed, log=log)
         case Scenario.HANDOFF:
-            return HandoffSimulation(seed, teller=teller)
+            return HandoffSimulation(seed, log=log)
         case Scenario.PAIRS:
-            return PairsSimulation(seed, teller=teller)
+            return PairsSimulation(seed, log=log)
         case Scenario.RUNTIME:
-            return RuntimeWorld(seed, teller=teller)
+            return RuntimeWorld(seed, log=log)
         case Scenario.SHARED:
-            return SharedWorld(seed, teller=teller)
+            return SharedWorld(seed, log=log)
 
 
 def kinds_of(scenario: Scenario) -> Kinds:

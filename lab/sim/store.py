@@ -30,8 +30,8 @@ from penstock.machine import events as ev
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from lab.sim.conditions import StoreConditions
     from lab.sim.ranks import Cell, Job
-    from lab.sim.weather import StoreWeather
     from lab.sim.world import World
     from penstock.vocabulary.ids import Key
 
@@ -144,15 +144,15 @@ class Ticket(NamedTuple):
 class Store:
     """The store process of one tier."""
 
-    def __init__(self, world: World, tier: int, weather: StoreWeather) -> None:
+    def __init__(self, world: World, tier: int, conditions: StoreConditions) -> None:
         self.tier = tier
         self._world = world
         self._rng = world.rng
-        self._weather = weather
+        self._conditions = conditions
         self._right = world.library.right
         self.disks = [
-            Disk(weather.segment_count, weather.segment_places)
-            for _ in range(world.weather.settings.rank_count)
+            Disk(conditions.segment_count, conditions.segment_places)
+            for _ in range(world.conditions.settings.rank_count)
         ]
         self.alive = True
         self.life = 0
@@ -202,7 +202,7 @@ class Store:
 
     def _deliver(self, action: Callable[..., None], *arguments: object) -> None:
         """A message to the driver; messages of one life stay in order, also if one is stuck."""
-        pause = self._hang_s() + self._rng.random() * self._weather.delay_s
+        pause = self._hang_s() + self._rng.random() * self._conditions.delay_s
         self._delivery_at = max(self._delivery_at, self._world.now + pause)
         self._world.after(self._delivery_at - self._world.now, action, *arguments)
 
@@ -372,7 +372,7 @@ class Store:
                 faults[position] = BlockFault.CORRUPT
             else:
                 contents[position] = content
-        if not self.well and self._rng.random() < self._weather.unreadable:
+        if not self.well and self._rng.random() < self._conditions.unreadable:
             position = self._rng.randrange(len(job.keys))
             contents.pop(position, None)
             faults.setdefault(position, BlockFault.UNREADABLE)
@@ -415,25 +415,25 @@ class Store:
         if self.alive and index:
             key = self._rng.choice(list(index))
             begun = self._begin_read(rank, key)
-            self._later(self._weather.pace_s, self._end_read, begun, self.generation)
+            self._later(self._conditions.pace_s, self._end_read, begun, self.generation)
 
     # ---------------------------------------------------------------- answers
 
     def _answer(self, ticket: Ticket, faults: dict[int, BlockFault], failure: str) -> None:
-        told = sorted(faults.items(), key=lambda item: item[0])
-        repeats = not self.well and self._rng.random() < self._weather.repeat
+        reported = sorted(faults.items(), key=lambda item: item[0])
+        repeats = not self.well and self._rng.random() < self._conditions.repeat
         for _ in range(1 + repeats):
-            self._deliver(self._take_answer, self.life, ticket.number, told, failure)
+            self._deliver(self._take_answer, self.life, ticket.number, reported, failure)
 
     def _hang_s(self) -> float:
         """A disk that is slow may be slower than the deadline of what it is asked for."""
-        if self.well or self._rng.random() >= self._weather.hang:
+        if self.well or self._rng.random() >= self._conditions.hang:
             return 0.0
         self._world.note("store is slow")
-        return self._world.weather.settings.operation_timeout_s * self._rng.uniform(0.5, 1.5)
+        return self._world.conditions.settings.operation_timeout_s * self._rng.uniform(0.5, 1.5)
 
     def _later(self, pause: float, action: Callable[..., object], *arguments: object) -> None:
-        pause += self._rng.random() * self._weather.pace_s
+        pause += self._rng.random() * self._conditions.pace_s
         self._world.after(pause, self._if_alive, self.life, action, arguments)
 
     def _if_alive(
@@ -459,9 +459,9 @@ class Store:
 
     def restart(self) -> None:
         """A new life begins with what the disks say; the generation is read first."""
-        for number in list(self._tickets)[:2] if self._weather.repeat else ():
+        for number in list(self._tickets)[:2] if self._conditions.repeat else ():
             # An answer of the old life is still on its way.
-            pause = self._rng.random() * self._world.weather.settings.operation_timeout_s
+            pause = self._rng.random() * self._world.conditions.settings.operation_timeout_s
             self._world.after(pause, self._take_answer, self.life, number, [], "")
         self.life += 1
         self.alive = True

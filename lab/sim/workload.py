@@ -12,12 +12,12 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from lab.sim.weather import TENANTS
+from lab.sim.conditions import TENANTS
 
 if TYPE_CHECKING:
     from random import Random
 
-    from lab.sim.weather import Weather
+    from lab.sim.conditions import Conditions
 
 Mark = bytes
 Content = tuple[Mark, ...]
@@ -62,13 +62,13 @@ class Text:
 class Library:
     """Makes the texts of one world, and knows the right content of every full block."""
 
-    def __init__(self, rng: Random, weather: Weather) -> None:
-        self.block_tokens = weather.settings.block_tokens
+    def __init__(self, rng: Random, conditions: Conditions) -> None:
+        self.block_tokens = conditions.settings.block_tokens
         self.right: dict[Mark, Content] = {}
         """Key of a block to the content that it names."""
         self._rng = rng
-        self._alphabet = weather.alphabet
-        self._length_max = weather.blocks_max * self.block_tokens
+        self._alphabet = conditions.alphabet
+        self._length_max = conditions.blocks_max * self.block_tokens
         namespaces = [
             Namespace(tenant, blake2b(f"{tenant}/{adapter}".encode(), digest_size=16).digest())
             for tenant in TENANTS[: rng.randint(1, len(TENANTS))]

@@ -1,4 +1,4 @@
-"""A world: one cache, its engine, its ranks, its weather and its clock, all from one seed.
+"""A world: one cache, its engine, its ranks, its conditions and its clock, all from one seed.
 
     World(seed).run()
 
@@ -24,12 +24,12 @@ from lab.sim.checkers import (
     check_waiting,
     check_watermarks,
 )
+from lab.sim.conditions import Plenty, draw_conditions
+from lab.sim.descriptions import describe, describe_conditions
+from lab.sim.faults import FaultInjector
 from lab.sim.managed import ManagedEngine
 from lab.sim.offload import OffloadEngine
 from lab.sim.ranks import Ranks
-from lab.sim.storm import Storm
-from lab.sim.telling import describe, describe_weather
-from lab.sim.weather import Plenty, draw_weather
 from lab.sim.workload import Library
 from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine import effects as ef
@@ -40,8 +40,8 @@ from penstock.machine.write_behind import is_overdue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lab.sim.conditions import Conditions
     from lab.sim.engine import Engine
-    from lab.sim.weather import Weather
     from penstock.machine.books import Books
 
 _LOOP_MAX = 20_000
@@ -55,11 +55,11 @@ class World:
     """One seed's world."""
 
     def __init__(
-        self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
+        self, seed: int, *, audited: bool = True, log: Callable[[str], None] | None = None
     ) -> None:
         self.seed = seed
         self.rng = Random(seed)
-        self.weather = self._draw_weather()
+        self.conditions = self._draw_conditions()
         self.now = 0.0
         self.epoch = 0
         self.incarnation = self.rng.getrandbits(64)
@@ -69,20 +69,22 @@ class World:
         self.events: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self.library = Library(self.rng, self.weather)
+        self.library = Library(self.rng, self.conditions)
         self.model = Model()
-        self.timed = self.weather.timers
+        self.timed = self.conditions.timers
         """Whether somebody looks after deadlines between the engine's ticks."""
         self._audited = audited
-        self._teller = teller
+        self._log = log
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._entered = 0
         self._handled = 0
         self._frozen: tuple[object, ...] | None = None
         self.ranks = self._make_ranks()
-        self.engine: Engine = ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
+        self.engine: Engine = (
+            ManagedEngine(self) if self.conditions.managed else OffloadEngine(self)
+        )
         self.kv = KvReader(self)
-        self._storm = self._make_storm()
+        self._injector = self._make_injector()
         self._reactions: dict[type[ef.Effect], list[Callable[..., None]]] = {
             ef.Copy: [self.ranks.start],
             ef.Abandon: [self.ranks.abandon],
@@ -100,13 +102,13 @@ class World:
             SimulationError: a promise was broken.
             InvariantViolation: the cache's books do not add up.
         """
-        if self._teller is not None:
-            for line in describe_weather(self.weather):
-                self._teller(line)
-        self._storm.begin()
+        if self._log is not None:
+            for line in describe_conditions(self.conditions):
+                self._log(line)
+        self._injector.begin()
         self.after(0.0, self._step)
         steps = 0
-        while self._handled < self.weather.event_budget and steps < _LOOP_MAX:
+        while self._handled < self.conditions.event_budget and steps < _LOOP_MAX:
             self._advance()
             steps += 1
         self._agenda = [entry for entry in self._agenda if entry[2] != self._step]
@@ -115,17 +117,17 @@ class World:
 
     # ---------------------------------------------------------------- what it is made of
 
-    def _draw_weather(self) -> Weather:
-        return draw_weather(self.rng)
+    def _draw_conditions(self) -> Conditions:
+        return draw_conditions(self.rng)
 
     def _make_machine(self) -> CacheMachine:
-        return CacheMachine(self.weather.settings, incarnation=self.incarnation)
+        return CacheMachine(self.conditions.settings, incarnation=self.incarnation)
 
     def _make_ranks(self) -> Ranks:
         return Ranks(self)
 
-    def _make_storm(self) -> Storm:
-        return Storm(self)
+    def _make_injector(self) -> FaultInjector:
+        return FaultInjector(self)
 
     # ---------------------------------------------------------------- for everybody in it
 
@@ -150,19 +152,19 @@ class World:
         self.event = event
         self.events[type(event).__name__] += 1
         self._handled += 1
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  {describe(event)}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  {describe(event)}")
         try:
             effects = handle(event, self.now)
         except (CapacityError, LeaseError, UnavailableError, ValueError) as refusal:
-            if self._teller is not None:
-                self._teller(f"{'':9}    refused: {refusal}")
+            if self._log is not None:
+                self._log(f"{'':9}    refused: {refusal}")
             if self._audited:
                 self.machine.audit()
             raise
-        if self._teller is not None:
+        if self._log is not None:
             for effect in effects:
-                self._teller(f"{'':9}    → {describe(effect)}")
+                self._log(f"{'':9}    → {describe(effect)}")
         self._take_in(event, effects)
         return effects
 
@@ -191,12 +193,12 @@ class World:
 
     def tell(self, line: str, *arguments: object) -> None:
         """Tells whoever listens about something that the cache does not see."""
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  · {line % arguments}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  · {line % arguments}")
 
     def watch(self, *, always: bool = False) -> None:
         """Remembers the state of the cache, in case the next event is refused."""
-        self._frozen = self.machine.freeze() if always or self.weather.watchful else None
+        self._frozen = self.machine.freeze() if always or self.conditions.watchful else None
 
     def check_unchanged(self) -> None:
         """What was refused has changed nothing."""
@@ -228,23 +230,23 @@ class World:
 
     def _step(self) -> None:
         """A step of the engine, and what else comes with the time it takes."""
-        self._storm.strike()
+        self._injector.strike()
         self.engine.step()
-        if self.weather.plenty is Plenty.BOTTOM:
+        if self.conditions.plenty is Plenty.BOTTOM:
             self.run_until_quiet()
-        self.after(self.rng.random() * 2.0 * self.weather.step_s, self._step)
+        self.after(self.rng.random() * 2.0 * self.conditions.step_s, self._step)
 
     def _end(self) -> None:
-        """The engine stops, the weather clears, everything comes back."""
+        """The engine stops, the conditions clears, everything comes back."""
         self.tell("the engine stops")
         self.engine.stop()
         self.run_until_quiet()
-        self._storm.mend()
+        self._injector.mend()
         self.run_until_quiet()
         self.engine.check_no_one_waits()
         self.engine.finish()
         self.run_until_quiet()
-        if self.weather.recovery:
+        if self.conditions.recovery:
             self.engine.recover()
             self.run_until_quiet()
         self._step_while_behind()

@@ -89,10 +89,10 @@ class Counting:
         folder = Path(self._folder.name)
         _write(folder)
         calls: Counter[str] = Counter()
-        told = [json.loads(each.read_text()) for each in folder.glob("*.json")]
-        for each in told:
+        reported = [json.loads(each.read_text()) for each in folder.glob("*.json")]
+        for each in reported:
             calls.update(each)
-        return Walked(len(calls), calls.total(), sum(1 for each in told if each))
+        return Walked(len(calls), calls.total(), sum(1 for each in reported if each))
 
 
 _calls: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """What all actors have in common: a machine, its driver, and the memory it answers for.
 
 An actor carries out what its machine asks for, as far as that happens inside one process.
-What leaves the process is a message; what comes from outside is a deed.
+What leaves the process is a message; what comes from outside is a action.
 
 What must not break: `freeze` says everything that decides what an actor will do.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.scene import identity_of
 from penstock.handoff.protocol import effects as ef
 from penstock.handoff.protocol.identity import Life
@@ -36,7 +36,7 @@ class Actor(Generic[M]):
 
     machine: M
     asked: tuple[ef.AnyEffect, ...] = ()
-    """What the machine asked for at the last deed, beside messages; no part of the state."""
+    """What the machine asked for at the last action, beside messages; no part of the state."""
 
     def __init__(self, scene: Scene, name: str) -> None:
         self.scene = scene
@@ -44,19 +44,19 @@ class Actor(Generic[M]):
         self.identity = identity_of(name)
         self._begin(self.identity, [identity_of(peer) for peer in scene.peers_of(name)])
 
-    def act(self, deed: do.Deed, now: float) -> tuple[AnyMessage, ...]:
+    def act(self, action: do.Action, now: float) -> tuple[AnyMessage, ...]:
         """Lets something happen to this party; returns what it says to others."""
-        if isinstance(deed, do.Many):
-            return tuple(message for each in deed.deeds for message in self.act(each, now))
-        return self._carry_out(self._effects_of(deed, now))
+        if isinstance(action, do.Many):
+            return tuple(message for each in action.actions for message in self.act(each, now))
+        return self._carry_out(self._effects_of(action, now))
 
     def tick(self, now: float) -> tuple[AnyMessage, ...]:
         """Lets the machine see the time."""
         return self._carry_out(self.machine.handle_timer(now))
 
-    def _effects_of(self, deed: do.Deed, now: float) -> Effects:
-        """What the machine makes of a deed."""
-        match deed:
+    def _effects_of(self, action: do.Action, now: float) -> Effects:
+        """What the machine makes of a action."""
+        match action:
             case do.Receive(message=message):
                 return self._receive(message, now)
             case do.Expire(timer=timer):
@@ -72,7 +72,7 @@ class Actor(Generic[M]):
                 self.identity = identity_of(life.name, life.incarnation)
                 return self._begin(self.identity, peers)
             case _:
-                return self._effects_of_own(deed, now)
+                return self._effects_of_own(action, now)
 
     def _receive(self, message: AnyMessage, now: float) -> Effects:
         """What the machine makes of a message; an earlier claim changes nothing of a later one."""
@@ -128,7 +128,7 @@ class Actor(Generic[M]):
         """The process of that life dies, with all its memory."""
         raise NotImplementedError
 
-    def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
+    def _effects_of_own(self, action: do.Action, now: float) -> Effects:
         raise NotImplementedError
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:

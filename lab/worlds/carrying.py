@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lab.worlds import deeds as do
-from lab.worlds.casting import EMPTY, Casting, Numbers
+from lab.worlds import actions as do
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Fault
 from lab.worlds.moves import NO_FAULT, Move, MoveKind
+from lab.worlds.parties import EMPTY, Numbers, Parties
 from lab.worlds.prefill import PrefillRankActor
 from lab.worlds.promises import check_blocks, check_slots, knows_life
 from lab.worlds.scene import DECODE, PREFILL, identity_of
@@ -39,10 +39,10 @@ class Carrying:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.casting = Casting(scene)
-        place = self.casting.place
-        self._party_count = len(self.casting.names)
-        self._channels = range(self._party_count, self._party_count + len(self.casting.routes))
+        self.parties = Parties(scene)
+        place = self.parties.place
+        self._party_count = len(self.parties.names)
+        self._channels = range(self._party_count, self._party_count + len(self.parties.routes))
         self._purse = self._channels.stop
         self._news = self._purse + 1
         self._greetings = self._news + 1
@@ -59,7 +59,7 @@ class Carrying:
         self._decode_ranks = [place[name] for name in scene.decode_ranks]
         self._hearers = {
             channel: place[peer]
-            for channel, (_, peer) in zip(self._channels, self.casting.routes, strict=True)
+            for channel, (_, peer) in zip(self._channels, self.parties.routes, strict=True)
         }
         self._ends: dict[tuple[int, int, int], tuple[tuple[str, int, HandoffOutcome], ...]] = {}
         """What ended when a scheduler went from one local state to another."""
@@ -97,24 +97,24 @@ class Carrying:
 
     def link_of(self, channel: int) -> tuple[str, str]:
         """The two parties whose connection a channel belongs to."""
-        return self.casting.routes[channel - self._channels.start]
+        return self.parties.routes[channel - self._channels.start]
 
     def _way_back(self, channel: int) -> int:
         """The channel in the other direction."""
         name, peer = self.link_of(channel)
-        return self._channels[self.casting.routes.index((peer, name))]
+        return self._channels[self.parties.routes.index((peer, name))]
 
     def step(self, state: State, move: Move) -> State:
         """The state after a move."""
         after = list(state)
-        kind, place, deed, fault = move
+        kind, place, action, fault = move
         if fault != NO_FAULT:
             after[self._purse] = self._paid(after[self._purse], fault)
         if kind is MoveKind.DELIVER:
-            deed, after[place] = self.casting.parted(after[place])
-            self._do(after, self._hearers[place], deed)
+            action, after[place] = self.parties.parted(after[place])
+            self._do(after, self._hearers[place], action)
         elif kind is MoveKind.DO:
-            self._do(after, place, deed)
+            self._do(after, place, action)
         else:
             self._carriers[kind](after, move)
         return tuple(after)
@@ -123,23 +123,23 @@ class Carrying:
 
     def reborn(self, state: State, names: Sequence[str]) -> State:
         """The parties end with their connections; their next lives know each other, and no more."""
-        after, casting = list(self.cut_off(state, names)), self.casting
+        after, parties = list(self.cut_off(state, names)), self.parties
         lives = {}
         for name in names:
-            place = casting.place[name]
-            incarnation = casting.actor(place, after[place]).identity.life.incarnation + 1
+            place = parties.place[name]
+            incarnation = parties.actor(place, after[place]).identity.life.incarnation + 1
             lives[name] = identity_of(name, incarnation)
         for name in names:
             peers = tuple(lives[peer] for peer in self.scene.peers_of(name) if peer in lives)
-            deed = casting.deeds.of(do.Rebirth(lives[name].life, peers))
-            self._do(after, casting.place[name], deed)
+            action = parties.actions.of(do.Rebirth(lives[name].life, peers))
+            self._do(after, parties.place[name], action)
         return self.cut_off(tuple(after), names)
 
     def cut_off(self, state: State, names: Sequence[str]) -> State:
         """No message is on its way to these parties or from them, and no greeting is due."""
         after, due = list(state), self._dues[state[self._greetings]]
         for route, (channel, ends) in enumerate(
-            zip(self._channels, self.casting.routes, strict=True)
+            zip(self._channels, self.parties.routes, strict=True)
         ):
             if not {*ends}.isdisjoint(names):
                 after[channel] = EMPTY
@@ -150,7 +150,7 @@ class Carrying:
     def reconnected(self, state: State, one: str, other: str) -> State:
         """Two parties have a new connection, and are about to greet each other over it."""
         after = list(state)
-        channel = self._channels[self.casting.routes.index((one, other))]
+        channel = self._channels[self.parties.routes.index((one, other))]
         self._reconnect(after, Move(MoveKind.RECONNECT, channel))
         return tuple(after)
 
@@ -160,13 +160,13 @@ class Carrying:
             {
                 place
                 for rank in self._decode_ranks
-                for place in self._target(state, self.casting.names[rank]).touches()
+                for place in self._target(state, self.parties.names[rank]).touches()
             }
         )
 
     def fencing(self, state: State) -> bool:
         """Whether a decode rank waits for a fence."""
-        return any(self._target(state, self.casting.names[r]).fences for r in self._decode_ranks)
+        return any(self._target(state, self.parties.names[r]).fences for r in self._decode_ranks)
 
     # ---------------------------------------------------------------- moves
 
@@ -177,28 +177,28 @@ class Carrying:
         left[TOTAL] -= 1
         return self._budgets.of(tuple(left))
 
-    def _do(self, after: list[int], place: int, deed: int) -> None:
+    def _do(self, after: list[int], place: int, action: int) -> None:
         """Something happens to a party; what it says is on its way."""
         local = after[place]
-        after[place], said = self.casting.memos[place].after(local, deed)
+        after[place], said = self.parties.memos[place].after(local, action)
         if said:
-            first, joined = self._party_count, self.casting.joined
+            first, joined = self._party_count, self.parties.joined
             for channel, message in said:
                 after[first + channel] = joined(after[first + channel], message)
         if place in self._schedulers and after[place] != local:
             self._follow_ends(after, place, local)
 
     def _act(self, after: list[int], move: Move) -> None:
-        self._do(after, move.place, move.deed)
+        self._do(after, move.place, move.action)
 
     def _prefill(self, after: list[int], move: Move) -> None:
         """The scheduler and its ranks begin with a prompt."""
         for place in (move.place, *self._prefill_ranks):
-            self._do(after, place, move.deed)
+            self._do(after, place, move.action)
 
     def _disturb(self, after: list[int], move: Move) -> None:
         """The network loses a message, repeats it, or lets others overtake it."""
-        oldest, *others = self.casting.queues[after[move.place]]
+        oldest, *others = self.parties.queues[after[move.place]]
         match move.kind:
             case MoveKind.LOSE:
                 queue = others
@@ -206,22 +206,22 @@ class Carrying:
                 queue = [oldest, *others, oldest]
             case _:
                 queue = [*others, oldest]
-        after[move.place] = self.casting.queues.of(tuple(queue))
+        after[move.place] = self.parties.queues.of(tuple(queue))
 
     def _post(self, after: list[int], move: Move) -> None:
-        submit = self.casting.deeds[move.deed]
+        submit = self.parties.actions[move.action]
         assert isinstance(submit, do.Submit)
-        deed = move.deed
-        source = self.casting.actor(move.place, after[move.place]).identity.life
+        action = move.action
+        source = self.parties.actor(move.place, after[move.place]).identity.life
         target = self._target(after, submit.write.target.name)
         gone = target.identity.life != submit.write.target
         if gone or target.is_closed((source, submit.write.generation)):
-            deed = self.casting.deeds.of(do.Bounce(submit.write))
-        self._do(after, move.place, deed)
+            action = self.parties.actions.of(do.Bounce(submit.write))
+        self._do(after, move.place, action)
 
     def _land(self, after: list[int], move: Move) -> None:
-        casting = self.casting
-        leaving = casting.deeds[move.deed]
+        parties = self.parties
+        leaving = parties.actions[move.action]
         assert isinstance(leaving, do.Leave | do.Fade)
         writer = self._rank(after, move.place)
         write = writer.write_of(leaving)
@@ -231,30 +231,30 @@ class Carrying:
         closed = target.is_closed((source, write.write.generation))
         if (gone or closed) and isinstance(leaving, do.Leave):
             # The target's memory is gone, or behind a fence, and the poster is told so.
-            self._do(after, move.place, casting.deeds.of(do.Bounce(leaving.write)))
+            self._do(after, move.place, parties.actions.of(do.Bounce(leaving.write)))
             return
-        self._do(after, move.place, move.deed)
+        self._do(after, move.place, move.action)
         if closed:
             return
         intact = move.kind is not MoveKind.SPOIL
-        landing = casting.deeds.of(do.Land(write, source, intact))
-        self._do(after, casting.place[target.name], landing)
-        for channel, message in casting.numbered((write.notice,)):
+        landing = parties.actions.of(do.Land(write, source, intact))
+        self._do(after, parties.place[target.name], landing)
+        for channel, message in parties.numbered((write.notice,)):
             place = self._party_count + channel
-            after[place] = casting.joined(after[place], message)
+            after[place] = parties.joined(after[place], message)
 
     def _crash(self, after: list[int], move: Move) -> None:
-        casting = self.casting
-        name = casting.names[move.place]
-        life = casting.actor(move.place, after[move.place]).identity.life
+        parties = self.parties
+        name = parties.names[move.place]
+        life = parties.actor(move.place, after[move.place]).identity.life
         peers = tuple(
-            casting.actor(casting.place[peer], after[casting.place[peer]]).identity
+            parties.actor(parties.place[peer], after[parties.place[peer]]).identity
             for peer in self.scene.peers_of(name)
         )
         reborn = identity_of(name, life.incarnation + 1)
-        self._do(after, move.place, casting.deeds.of(do.Rebirth(reborn.life, peers)))
+        self._do(after, move.place, parties.actions.of(do.Rebirth(reborn.life, peers)))
         news = self._tidings[after[self._news]]
-        for index, route in enumerate(casting.routes):
+        for index, route in enumerate(parties.routes):
             if route[0] == name:
                 news = news & ~(3 << 2 * index) | 1 << 2 * index
         after[self._news] = self._tidings.of(news)
@@ -272,26 +272,26 @@ class Carrying:
         after[self._greetings] = self._dues.of(due)
 
     def _greet(self, after: list[int], move: Move) -> None:
-        deed = self.casting.deeds[move.deed]
-        assert isinstance(deed, do.Greet)
-        route = self.casting.routes.index((self.casting.names[move.place], deed.name))
+        action = self.parties.actions[move.action]
+        assert isinstance(action, do.Greet)
+        route = self.parties.routes.index((self.parties.names[move.place], action.name))
         due = self._dues[after[self._greetings]] & ~(1 << route)
         after[self._greetings] = self._dues.of(due)
-        self._do(after, move.place, move.deed)
+        self._do(after, move.place, move.action)
 
     def _hear(self, after: list[int], move: Move) -> None:
-        deed = self.casting.deeds[move.deed]
-        peer = self.casting.names[move.place]
+        action = self.parties.actions[move.action]
+        peer = self.parties.names[move.place]
         news = self._tidings[after[self._news]]
-        if isinstance(deed, do.Introduce):
-            index = self.casting.routes.index((deed.peer.life.name, peer))
+        if isinstance(action, do.Introduce):
+            index = self.parties.routes.index((action.peer.life.name, peer))
             news &= ~(3 << 2 * index)
         else:
-            assert isinstance(deed, do.Suspect)
-            index = self.casting.routes.index((deed.name, peer))
+            assert isinstance(action, do.Suspect)
+            index = self.parties.routes.index((action.name, peer))
             news |= 2 << 2 * index
         after[self._news] = self._tidings.of(news)
-        self._do(after, move.place, move.deed)
+        self._do(after, move.place, move.action)
 
     # ---------------------------------------------------------------- promises
 
@@ -313,32 +313,32 @@ class Carrying:
     def _give_blocks_back(self, after: list[int], handoff: str) -> None:
         for rank in self._prefill_ranks:
             check_blocks(self._rank(after, rank), handoff)
-            self._do(after, rank, self.casting.deeds.of(do.Purge(handoff)))
+            self._do(after, rank, self.parties.actions.of(do.Purge(handoff)))
 
     def _give_slots_back(
         self, after: list[int], handoff: str, epoch: int, outcome: HandoffOutcome
     ) -> None:
         scheduler = self._scheduler(self._decode_place, after[self._decode_place])
         for rank in self._decode_ranks:
-            actor = self._target(after, self.casting.names[rank])
+            actor = self._target(after, self.parties.names[rank])
             if knows_life(scheduler, actor):
                 check_slots(actor, handoff, epoch, outcome)
-            self._do(after, rank, self.casting.deeds.of(do.Purge(handoff, epoch)))
+            self._do(after, rank, self.parties.actions.of(do.Purge(handoff, epoch)))
 
     # ---------------------------------------------------------------- parties
 
     def _rank(self, state: Sequence[int], place: int) -> PrefillRankActor:
-        actor = self.casting.actor(place, state[place])
+        actor = self.parties.actor(place, state[place])
         assert isinstance(actor, PrefillRankActor)
         return actor
 
     def _target(self, state: Sequence[int], name: str) -> DecodeRankActor:
-        place = self.casting.place[name]
-        actor = self.casting.actor(place, state[place])
+        place = self.parties.place[name]
+        actor = self.parties.actor(place, state[place])
         assert isinstance(actor, DecodeRankActor)
         return actor
 
     def _scheduler(self, place: int, local: int) -> SchedulerActor[Any]:
-        actor = self.casting.actor(place, local)
+        actor = self.parties.actor(place, local)
         assert isinstance(actor, SchedulerActor)
         return actor

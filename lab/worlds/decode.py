@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.actor import Actor, Effects
 from lab.worlds.scene import DECODE
 from penstock.handoff.protocol import effects as ef
@@ -82,8 +82,8 @@ class DecodeRankActor(Actor[DecodeRank]):
         self.berths, self.revoked, self.slots = {}, set(), {}
         self.takes, self.takers, self.fences = [], [], []
 
-    def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
-        match deed:
+    def _effects_of_own(self, action: do.Action, now: float) -> Effects:
+        match action:
             case do.Finish(take=take):
                 return self._finish(take, now)
             case do.Fenced(peer=peer, generation=generation):
@@ -94,13 +94,13 @@ class DecodeRankActor(Actor[DecodeRank]):
             case do.RelayDeath():
                 return self._lose_agents(now)
             case do.Land():
-                self._land(deed)
+                self._land(action)
                 return []
             case do.Purge(handoff=handoff, epoch=epoch):
                 self.slots.pop((handoff, epoch), None)
                 return []
             case _:
-                raise TypeError(f"a decode rank cannot {deed!r}")
+                raise TypeError(f"a decode rank cannot {action!r}")
 
     def _lose_agents(self, now: float) -> Effects:
         """No area of this rank can be written to any more; the fences of retired ones hold soon."""
@@ -110,14 +110,14 @@ class DecodeRankActor(Actor[DecodeRank]):
             effects += self.machine.area_failed(peer, generation, now, why="the relay has ended")
         return effects
 
-    def _land(self, deed: do.Land) -> None:
-        write, area = deed.write.write, (deed.source, deed.write.write.generation)
+    def _land(self, action: do.Land) -> None:
+        write, area = action.write.write, (action.source, action.write.write.generation)
         if write.target != self.identity.life:
             return  # The memory it was meant for went with the process.
         berths = self.berths.get(area)
         if berths is None:
             raise Violation(
-                "given back", f"{self.name}: {deed.source} writes into area {area[1]}, given back"
+                "given back", f"{self.name}: {action.source} writes into area {area[1]}, given back"
             )
         if write.berth >= len(berths):
             raise Violation("bounds", f"{self.name}: no berth {write.berth} in area {area[1]}")
@@ -126,8 +126,8 @@ class DecodeRankActor(Actor[DecodeRank]):
                 raise Violation(
                     "berth", f"{self.name}: berth {write.berth} is written to while it is read"
                 )
-        right = content_of(write.handoff, deed.source.name, self.name, write.part)
-        landed = right if deed.intact else SPOILED
+        right = content_of(write.handoff, action.source.name, self.name, write.part)
+        landed = right if action.intact else SPOILED
         self.berths[area] = (*berths[: write.berth], landed, *berths[write.berth + 1 :])
 
     def _finish(self, take: ef.Take, now: float) -> Effects:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from lab.explore.result import DEFECTS
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.moves import MoveKind
 from lab.worlds.prefill import Phase, PrefillRankActor
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from lab.explore.memo import Memo
-    from lab.worlds.casting import AnyActor, Casting, Said
     from lab.worlds.moves import LocalMoves
+    from lab.worlds.parties import AnyActor, Parties, Said
 
 _NODES_MAX = 100
 """Local states that are looked at for one move; with more it is not eager. They are mostly ones
@@ -75,7 +75,7 @@ class Eagerness:
 
     def __init__(
         self,
-        casting: Casting,
+        parties: Parties,
         local: Callable[[int, int], LocalMoves],
         *,
         budget: Sequence[int],
@@ -84,12 +84,12 @@ class Eagerness:
         """Takes what it has to know of a world.
 
         Args:
-            casting: the parties.
+            parties: the parties.
             local: what a party can do in a local state.
             budget: how often each fault may happen.
             fenced: whether there can be fences; then others look at which writes are posted.
         """
-        self._casting, self._local, self._fenced = casting, local, fenced
+        self._parties, self._local, self._fenced = parties, local, fenced
         self._budget = budget
         self.kinds = (MoveKind.DO,) if fenced else (MoveKind.DO, MoveKind.POST)
         """Moves that concern nobody but their party."""
@@ -99,14 +99,14 @@ class Eagerness:
         """What comes of a move in a local state, with each input that was looked at."""
         self._fine: dict[tuple[int, int], tuple[int, int]] = {}
         """For a party and a move: how many local states and inputs were all right with it."""
-        self._looks: list[dict[int, Looks]] = [{} for _ in casting.names]
-        self.used: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in casting.names]
+        self._looks: list[dict[int, Looks]] = [{} for _ in parties.names]
+        self.used: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in parties.names]
         """For each party: local states, what was given to it there, and where that led."""
         self._followed: set[tuple[int, int, int]] = set()
 
-    def is_eager(self, place: int, local: int, deed: int) -> bool:
+    def is_eager(self, place: int, local: int, action: int) -> bool:
         """Whether this may happen at once, as far as is known."""
-        key = (place, local, deed)
+        key = (place, local, action)
         known = self._known.get(key)
         if known is None:
             known = key not in self._banned and self._is_unseen(*key) and not self._ends(*key)
@@ -124,19 +124,19 @@ class Eagerness:
         """
         failed: set[tuple[int, int, int]] = set()
         roots: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for place, local, deed in self._followed:
-            roots[place, deed].add(local)
-        for place in range(len(self._casting.names)):
+        for place, local, action in self._followed:
+            roots[place, action].add(local)
+        for place in range(len(self._parties.names)):
             to_come = inputs_to_come(self.used[place])
             ways = self._by_sender(to_come)
             seen = sum(len(led) for led in self.used[place].values())
-            for (at, deed), locals_ in roots.items():
-                if at == place and self._fine.get((place, deed)) != (len(locals_), seen):
-                    rivals = ~(1 << deed | ways.get(self._sender(deed), 0))
-                    bad = self._failing(place, deed, locals_, to_come, rivals)
-                    failed |= {(place, local, deed) for local in bad}
+            for (at, action), locals_ in roots.items():
+                if at == place and self._fine.get((place, action)) != (len(locals_), seen):
+                    rivals = ~(1 << action | ways.get(self._sender(action), 0))
+                    bad = self._failing(place, action, locals_, to_come, rivals)
+                    failed |= {(place, local, action) for local in bad}
                     if not bad:
-                        self._fine[place, deed] = (len(locals_), seen)
+                        self._fine[place, action] = (len(locals_), seen)
         self._banned |= failed
         self._followed -= failed
         for key in failed:
@@ -154,13 +154,13 @@ class Eagerness:
         ways.pop("", None)
         return ways
 
-    def _sender(self, deed: int) -> str:
+    def _sender(self, action: int) -> str:
         """Who says a message; nobody, if it is none."""
-        given = self._casting.deeds[deed]
+        given = self._parties.actions[action]
         return given.message.sender.name if isinstance(given, do.Receive) else ""
 
     def _failing(
-        self, place: int, deed: int, roots: set[int], to_come: dict[int, int], rivals: int
+        self, place: int, action: int, roots: set[int], to_come: dict[int, int], rivals: int
     ) -> set[int]:
         """Those of the local states in which a move is not eager after all.
 
@@ -171,7 +171,7 @@ class Eagerness:
         bad: dict[int, set[int]] = defaultdict(set)
         for local in sorted(roots):
             inputs = to_come.get(local, 0) & rivals
-            reached = self._reached(place, deed, local, inputs, fine[inputs], bad[inputs])
+            reached = self._reached(place, action, local, inputs, fine[inputs], bad[inputs])
             if reached is None:
                 bad[inputs].add(local)
             else:
@@ -179,13 +179,13 @@ class Eagerness:
         return set().union(*bad.values())
 
     def _reached(
-        self, place: int, deed: int, root: int, inputs: int, fine: set[int], bad: set[int]
+        self, place: int, action: int, root: int, inputs: int, fine: set[int], bad: set[int]
     ) -> set[int] | None:
         """Where inputs lead before a move, if it is eager in all these; nothing if it is not.
 
         Args:
             place: the party.
-            deed: the move.
+            action: the move.
             root: where it is followed alone.
             inputs: what may come before it, as bits.
             fine: local states that need not be looked at again.
@@ -194,10 +194,10 @@ class Eagerness:
         reached, pending = {root}, deque([root])
         while pending:
             local = pending.popleft()
-            pairs = self._looked_at(place, local, deed)
+            pairs = self._looked_at(place, local, action)
             if not pairs.unseen or local in bad or len(reached) > _NODES_MAX:
                 return None
-            self._compare(pairs, place, local, deed, inputs)
+            self._compare(pairs, place, local, action, inputs)
             if pairs.broken & inputs:
                 return None
             for given, other in pairs.leads:
@@ -206,33 +206,33 @@ class Eagerness:
                     pending.append(other)
         return reached
 
-    def _looked_at(self, place: int, local: int, deed: int) -> _Pairs:
-        key = (place, local, deed)
+    def _looked_at(self, place: int, local: int, action: int) -> _Pairs:
+        key = (place, local, action)
         known = self._pairs.get(key)
         if known is None:
             known = self._pairs[key] = _Pairs(unseen=self._is_unseen(*key))
         return known
 
-    def _compare(self, pairs: _Pairs, place: int, local: int, deed: int, inputs: int) -> None:
+    def _compare(self, pairs: _Pairs, place: int, local: int, action: int, inputs: int) -> None:
         """Looks at a move with each of the inputs, once, and until one breaks it."""
         for given in ones(inputs & ~pairs.looked_at):
             if pairs.broken & inputs:
                 return
             pairs.looked_at |= 1 << given
             if self._applies(place, local, given):
-                self._compare_one(pairs, place, local, deed, given)
+                self._compare_one(pairs, place, local, action, given)
 
-    def _compare_one(self, pairs: _Pairs, place: int, local: int, deed: int, given: int) -> None:
+    def _compare_one(self, pairs: _Pairs, place: int, local: int, action: int, given: int) -> None:
         """Both orders of a move and an input."""
-        memo: Memo[AnyActor, int, Said] = self._casting.memos[place]
-        after, said = memo.after(local, deed)
+        memo: Memo[AnyActor, int, Said] = self._parties.memos[place]
+        after, said = memo.after(local, action)
         try:
             end, then_said = memo.after(after, given)
         except DEFECTS:
             return  # The search comes to this, if it can happen at all.
         try:
             other, other_said = memo.after(local, given)
-            other_end, other_then = memo.after(other, deed)
+            other_end, other_then = memo.after(other, action)
         except DEFECTS:
             pairs.broken |= 1 << given
             return
@@ -244,9 +244,9 @@ class Eagerness:
 
     def _applies(self, place: int, local: int, given: int) -> bool:
         """Whether an input is possible in a local state, as far as the party itself knows."""
-        deed = self._casting.deeds[given]
-        actor = self._casting.actor(place, local)
-        match deed:
+        action = self._parties.actions[given]
+        actor = self._parties.actor(place, local)
+        match action:
             case do.Receive() | do.Land() | do.Introduce() | do.Suspect():
                 return True
             case do.Purge(handoff=handoff, epoch=epoch):
@@ -259,39 +259,39 @@ class Eagerness:
             case do.Bounce(write=write):
                 return isinstance(actor, PrefillRankActor) and write in actor.writes
             case _:
-                if isinstance(actor, PrefillRankActor) and _begins(deed):
-                    return not any(handoff in actor.computed for handoff in _begins(deed))
-                return given in self._own_deeds(place, local)
+                if isinstance(actor, PrefillRankActor) and _begins(action):
+                    return not any(handoff in actor.computed for handoff in _begins(action))
+                return given in self._own_actions(place, local)
 
-    def _own_deeds(self, place: int, local: int) -> set[int]:
+    def _own_actions(self, place: int, local: int) -> set[int]:
         """What a party may do there; faults that never happen in this world are not among it."""
         mine = self._local(place, local)
         faults = (move for move in mine.faults if self._budget[move.fault])
-        return {move.deed for move in (*mine.usual, *mine.conditional, *faults)}
+        return {move.action for move in (*mine.usual, *mine.conditional, *faults)}
 
     # ---------------------------------------------------------------- one move in one state
 
-    def _is_unseen(self, place: int, local: int, deed: int) -> bool:
+    def _is_unseen(self, place: int, local: int, action: int) -> bool:
         """Whether a move takes no other away, and changes nothing that others look at."""
-        if not self._can(place, local, deed):
+        if not self._can(place, local, action):
             return False
         try:
-            after, _ = self._casting.memos[place].after(local, deed)
+            after, _ = self._parties.memos[place].after(local, action)
         except DEFECTS:
             return False
-        kept = self._own_deeds(place, local) - {deed} <= self._own_deeds(place, after)
+        kept = self._own_actions(place, local) - {action} <= self._own_actions(place, after)
         return kept and self._look(place, local).hides_nothing_in(self._look(place, after))
 
-    def _ends(self, place: int, local: int, deed: int) -> bool:
+    def _ends(self, place: int, local: int, action: int) -> bool:
         """Whether a handoff ends: that concerns the memory of others, too."""
-        after, _ = self._casting.memos[place].after(local, deed)
-        before, now = self._casting.actor(place, local), self._casting.actor(place, after)
+        after, _ = self._parties.memos[place].after(local, action)
+        before, now = self._parties.actor(place, local), self._parties.actor(place, after)
         if not isinstance(before, SchedulerActor) or not isinstance(now, SchedulerActor):
             return False
         return now.ended != before.ended
 
-    def _can(self, place: int, local: int, deed: int) -> bool:
-        return isinstance(self._casting.deeds[deed], do.Receive) or deed in self._own_deeds(
+    def _can(self, place: int, local: int, action: int) -> bool:
+        return isinstance(self._parties.actions[action], do.Receive) or action in self._own_actions(
             place, local
         )
 
@@ -299,7 +299,7 @@ class Eagerness:
         known = self._looks[place].get(local)
         if known is None:
             known = self._looks[place][local] = look_of(
-                self._casting.actor(place, local), fenced=self._fenced
+                self._parties.actor(place, local), fenced=self._fenced
             )
         return known
 
@@ -349,10 +349,10 @@ def _is_in_use(actor: AnyActor, handoff: str, epoch: int) -> bool:
     return isinstance(actor, DecodeRankActor) and (handoff, epoch) in actor.touches()
 
 
-def _begins(deed: do.Deed) -> list[str]:
+def _begins(action: do.Action) -> list[str]:
     """The prompts that a rank begins with."""
-    deeds = deed.deeds if isinstance(deed, do.Many) else (deed,)
-    return [each.handoff for each in deeds if isinstance(each, do.Prefill)]
+    actions = action.actions if isinstance(action, do.Many) else (action,)
+    return [each.handoff for each in actions if isinstance(each, do.Prefill)]
 
 
 def _by_target(first: Said, second: Said) -> dict[int, list[int]]:

@@ -31,7 +31,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.faults import Budget
 from lab.worlds.moves import Move, MoveKind
 from lab.worlds.scene import DECODE, PREFILL
@@ -172,13 +172,13 @@ class FleetWorld:
         self._names = [name for name, _ in fleet.engines]
         self._pairs = [tuple(self._names.index(name) for name in pair) for pair in fleet.pairs]
         self._handoffs = [*fleet.scene.prompts]
-        scene, casting = fleet.scene, self.inside.casting
+        scene, parties = fleet.scene, self.inside.parties
         self._parties = ((PREFILL, *scene.prefill_ranks), (DECODE, *scene.decode_ranks))
         """Of the two sides of a pair."""
-        self._side_of = [int(not name.startswith(PREFILL)) for name in casting.names]
+        self._side_of = [int(not name.startswith(PREFILL)) for name in parties.names]
         self._across = [
             (one, other)
-            for one, other in casting.routes
+            for one, other in parties.routes
             if one.startswith(PREFILL) and not other.startswith(PREFILL)
         ]
         self._packing = struct.Struct(f"<{len(self.inside.begin())}I").pack
@@ -341,15 +341,15 @@ class FleetWorld:
         """Whether a move of a pair can happen: its side is open, and its engine has the request."""
         if move.kind in (MoveKind.DELIVER, MoveKind.HAUNT):
             return True  # There are no messages for a side that is closed; ghosts always land.
-        deed = self.inside.casting.deeds[move.deed]
-        if isinstance(deed, do.Fade):
+        action = self.inside.parties.actions[move.action]
+        if isinstance(action, do.Fade):
             return True
         if not self._is_open(state, pair, self._side_of[move.place]):
             return False
-        if isinstance(deed, do.Prefill):
-            return bool(state.offered >> self._bit(pair, self._handoffs.index(deed.handoff)) & 1)
-        if isinstance(deed, do.Claim):
-            request = state.requests[self._handoffs.index(deed.handoff)]
+        if isinstance(action, do.Prefill):
+            return bool(state.offered >> self._bit(pair, self._handoffs.index(action.handoff)) & 1)
+        if isinstance(action, do.Claim):
+            request = state.requests[self._handoffs.index(action.handoff)]
             return request.at == pair and not request.done
         return True
 
@@ -381,8 +381,8 @@ class FleetWorld:
         return any(self._has_requests(state, pair) for pair in pairs)
 
     def _scheduler(self, state: FleetState, pair: int, side: int) -> SchedulerActor[object]:  # type: ignore[type-var]
-        place = self.inside.casting.place[self._parties[side][0]]
-        actor = self.inside.casting.actor(place, state.pairs[pair][place])
+        place = self.inside.parties.place[self._parties[side][0]]
+        actor = self.inside.parties.actor(place, state.pairs[pair][place])
         assert isinstance(actor, SchedulerActor)
         return actor
 
@@ -581,9 +581,9 @@ class FleetWorld:
         if (self._handoffs[number], EPOCH) in scheduler.open:
             changed = request._replace(following=pair)
             state = state._replace(requests=_with(state.requests, number, changed))
-            place = self.inside.casting.place[DECODE]
-            deed = self.inside.casting.deeds.of(do.Cancel(self._handoffs[number]))
-            return self._give(state, request.at, Move(MoveKind.DO, place, deed))
+            place = self.inside.parties.place[DECODE]
+            action = self.inside.parties.actions.of(do.Cancel(self._handoffs[number]))
+            return self._give(state, request.at, Move(MoveKind.DO, place, action))
         return self._go_on(
             state._replace(
                 requests=_with(state.requests, number, request._replace(following=pair))

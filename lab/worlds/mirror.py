@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lab.worlds.carrying import Carrying
-    from lab.worlds.casting import Said
+    from lab.worlds.parties import Said
     from lab.worlds.scene import Scene
 
 V = TypeVar("V")
@@ -32,17 +32,17 @@ class Mirror:
     """The images of the values of all columns."""
 
     def __init__(self, world: Carrying, names: Mapping[str, str]) -> None:
-        self._casting = casting = world.casting
+        self._parties = parties = world.parties
         self._names = re.compile("|".join(rf"\b{name}\b" for name in names))
         self._other = names
         self._channels, self._tidings = world.channels, world.tidings
         self._dues = world.dues
         self._news, self._greetings = self._channels.stop + 1, self._channels.stop + 2
-        self._party_of = [casting.place[names.get(name, name)] for name in casting.names]
-        routes = [(names.get(a, a), names.get(b, b)) for a, b in casting.routes]
-        self._route_of = [casting.routes.index(route) for route in routes]
-        self._locals: list[dict[int, int]] = [{0: 0} for _ in casting.names]
-        self._deeds: dict[int, int] = {}
+        self._party_of = [parties.place[names.get(name, name)] for name in parties.names]
+        routes = [(names.get(a, a), names.get(b, b)) for a, b in parties.routes]
+        self._route_of = [parties.routes.index(route) for route in routes]
+        self._locals: list[dict[int, int]] = [{0: 0} for _ in parties.names]
+        self._actions: dict[int, int] = {}
         self._messages: dict[int, int] = {}
         self._queues: dict[int, int] = {}
 
@@ -66,38 +66,38 @@ class Mirror:
 
     def local(self, place: int, local: int) -> int:
         """The image of a local state."""
-        known, memo = self._locals[place], self._casting.memos[place]
-        image = self._casting.memos[self._party_of[place]]
+        known, memo = self._locals[place], self._parties.memos[place]
+        image = self._parties.memos[self._party_of[place]]
         way = []
         while local not in known:
             way.append(local)
             local = memo.origin(local)[0]
         for after in reversed(way):
-            before, deed = memo.origin(after)
-            known[after] = image.after(known[before], self.deed(deed))[0]
+            before, action = memo.origin(after)
+            known[after] = image.after(known[before], self.action(action))[0]
         return known[way[0] if way else local]
 
-    def deed(self, deed: int) -> int:
+    def action(self, action: int) -> int:
         """The image of something that happens to a party."""
-        known = self._deeds.get(deed)
+        known = self._actions.get(action)
         if known is None:
-            deeds = self._casting.deeds
-            known = self._deeds[deed] = deeds.of(self._renamed(deeds[deed]))
+            actions = self._parties.actions
+            known = self._actions[action] = actions.of(self._renamed(actions[action]))
         return known
 
-    def check(self, place: int, local: int, deed: int) -> None:
+    def check(self, place: int, local: int, action: int) -> None:
         """The image of a party does the same, names apart.
 
         Raises:
             Violation: it does not; the two are no images of each other.
         """
-        after, said = self._casting.memos[place].after(local, deed)
-        memo = self._casting.memos[self._party_of[place]]
-        image, image_said = memo.after(self.local(place, local), self.deed(deed))
+        after, said = self._parties.memos[place].after(local, action)
+        memo = self._parties.memos[self._party_of[place]]
+        image, image_said = memo.after(self.local(place, local), self.action(action))
         if image != self.local(place, after) or _heard(self._said(said)) != _heard(image_said):
-            name = self._casting.names[place]
+            name = self._parties.names[place]
             raise Violation(
-                "mirror", f"{name} and its image differ after {self._casting.deeds[deed]}"
+                "mirror", f"{name} and its image differ after {self._parties.actions[action]}"
             )
 
     def _said(self, said: Said) -> Said:
@@ -106,14 +106,14 @@ class Mirror:
     def _message(self, message: int) -> int:
         known = self._messages.get(message)
         if known is None:
-            messages = self._casting.messages
+            messages = self._parties.messages
             known = self._messages[message] = messages.of(self._renamed(messages[message]))
         return known
 
     def _queue(self, queue: int) -> int:
         known = self._queues.get(queue)
         if known is None:
-            queues = self._casting.queues
+            queues = self._parties.queues
             image = tuple(self._message(message) for message in queues[queue])
             known = self._queues[queue] = queues.of(image)
         return known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Fault
 from lab.worlds.prefill import Phase, PrefillRankActor
@@ -15,7 +15,7 @@ from penstock.handoff.protocol.states import HandoffOutcome
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lab.worlds.casting import AnyActor, Casting
+    from lab.worlds.parties import AnyActor, Parties
     from lab.worlds.scene import Scene
 
 
@@ -24,7 +24,7 @@ class MoveKind(IntEnum):
 
     DELIVER = 0
     DO = 1
-    """A deed that concerns nobody else."""
+    """A action that concerns nobody else."""
     POST = 2
     """A write is posted; it ends at once where its target is gone or behind a fence."""
     LAND = 3
@@ -55,7 +55,7 @@ class Move(NamedTuple):
     kind: MoveKind
     place: int
     """The party, or the channel."""
-    deed: int = 0
+    action: int = 0
     """Its number."""
     fault: int = NO_FAULT
     """Which budget it is paid from."""
@@ -73,33 +73,33 @@ class LocalMoves(NamedTuple):
     faults: tuple[Move, ...]
 
 
-def local_moves(casting: Casting, place: int, actor: AnyActor) -> LocalMoves:
+def local_moves(parties: Parties, place: int, actor: AnyActor) -> LocalMoves:
     """What a party can do in this local state."""
 
-    def move(kind: MoveKind, deed: do.Deed, fault: int = NO_FAULT) -> Move:
-        return Move(kind, place, casting.deeds.of(deed), fault)
+    def move(kind: MoveKind, action: do.Action, fault: int = NO_FAULT) -> Move:
+        return Move(kind, place, parties.actions.of(action), fault)
 
     timers = [do.Expire(timer) for timer in actor.machine.armed()]
     parts = _parts_of(actor)
     return LocalMoves(
-        usual=tuple(move(kind, deed) for kind, deed in parts.usual),
+        usual=tuple(move(kind, action) for kind, action in parts.usual),
         conditional=(
-            *(move(MoveKind.PREFILL, deed) for deed in parts.starts),
-            *(move(MoveKind.TOKEN, deed) for deed in parts.tokens),
-            *(move(MoveKind.FENCE, deed) for deed in parts.fences),
+            *(move(MoveKind.PREFILL, action) for action in parts.starts),
+            *(move(MoveKind.TOKEN, action) for action in parts.tokens),
+            *(move(MoveKind.FENCE, action) for action in parts.fences),
         ),
-        timers=tuple(move(MoveKind.DO, deed) for deed in timers),
-        early=tuple(move(MoveKind.DO, deed, Fault.TIMER) for deed in timers),
-        faults=tuple(move(kind, deed, fault) for kind, deed, fault in parts.faults),
+        timers=tuple(move(MoveKind.DO, action) for action in timers),
+        early=tuple(move(MoveKind.DO, action, Fault.TIMER) for action in timers),
+        faults=tuple(move(kind, action, fault) for kind, action, fault in parts.faults),
     )
 
 
 class _Parts(NamedTuple):
-    usual: list[tuple[MoveKind, do.Deed]]
-    faults: list[tuple[MoveKind, do.Deed, Fault]]
+    usual: list[tuple[MoveKind, do.Action]]
+    faults: list[tuple[MoveKind, do.Action, Fault]]
     fences: list[do.Fenced]
-    tokens: list[do.Deed]
-    starts: list[do.Deed]
+    tokens: list[do.Action]
+    starts: list[do.Action]
 
 
 def _parts_of(actor: AnyActor) -> _Parts:
@@ -119,7 +119,7 @@ def _parts_of(actor: AnyActor) -> _Parts:
 def _of_prefill_rank(actor: PrefillRankActor) -> _Parts:
     parts = _Parts([*_writes_of(actor)], [], [], [], [])
     progress = [actor.next_progress(handoff) for handoff in sorted(actor.computed)]
-    steps = _in_steps(actor.scene, [deed for deed in progress if deed is not None])
+    steps = _in_steps(actor.scene, [action for action in progress if action is not None])
     parts.usual.extend((MoveKind.DO, step) for step in steps)
     for write, posting in sorted(actor.writes.items()):
         if posting.phase is Phase.POSTED:
@@ -161,11 +161,11 @@ def _of_prefill_scheduler(actor: PrefillSchedulerActor) -> _Parts:
     )
 
 
-def _in_steps(scene: Scene, deeds: Sequence[do.Deed]) -> list[do.Deed]:
-    """The deeds as an engine does them: each in its own step, or all in one."""
-    if scene.batched and len(deeds) > 1:
-        return [do.Many(tuple(deeds))]
-    return [*deeds]
+def _in_steps(scene: Scene, actions: Sequence[do.Action]) -> list[do.Action]:
+    """The actions as an engine does them: each in its own step, or all in one."""
+    if scene.batched and len(actions) > 1:
+        return [do.Many(tuple(actions))]
+    return [*actions]
 
 
 def _has_ranks(actor: PrefillSchedulerActor | DecodeSchedulerActor) -> bool:
@@ -175,14 +175,14 @@ def _has_ranks(actor: PrefillSchedulerActor | DecodeSchedulerActor) -> bool:
 
 def _of_decode_scheduler(actor: DecodeSchedulerActor) -> _Parts:
     claims = _in_steps(actor.scene, [*_claims_of(actor)][: actor.scene.room - len(actor.open)])
-    parts = _Parts([(MoveKind.DO, deed) for deed in claims], [], [], [], [])
+    parts = _Parts([(MoveKind.DO, action) for action in claims], [], [], [], [])
     for handoff in sorted(name for name, _ in actor.open if actor.scene.is_doubtful(name)):
         parts.faults.append((MoveKind.DO, do.Cancel(handoff), Fault.CANCEL))
         parts.faults.append((MoveKind.DO, do.Withdraw(handoff), Fault.WITHDRAW))
     return parts
 
 
-def _writes_of(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Deed]]:
+def _writes_of(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Action]]:
     recalls = actor.scene.transport.recalls
     for write, posting in sorted(actor.writes.items()):
         if posting.abandoned and posting.phase <= (Phase.POSTED if recalls else Phase.ASKED):

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.actor import Actor, Effects
 from lab.worlds.scene import PREFILL
 from penstock.handoff.protocol import effects as ef
@@ -141,8 +141,8 @@ class PrefillRankActor(Actor[PrefillRank]):
             return None
         return (want.epoch, want.have, want.spoiled)
 
-    def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
-        match deed:
+    def _effects_of_own(self, action: do.Action, now: float) -> Effects:
+        match action:
             case do.Prefill(handoff=handoff, scheduler=scheduler):
                 token_count = self.scene.prompts[handoff].token_count
                 layers = self.scene.layers_of(self.name, handoff)
@@ -156,7 +156,7 @@ class PrefillRankActor(Actor[PrefillRank]):
                     scheduler=scheduler,
                 )
             case do.Progress() | do.Restart():
-                return self._compute(deed, now)
+                return self._compute(action, now)
             case do.Observe(write=write):
                 assert self.writes.pop(write).phase is Phase.LANDED
                 return self.machine.write_done(write, now)
@@ -175,19 +175,19 @@ class PrefillRankActor(Actor[PrefillRank]):
                 del self.writes[write]
                 return self.machine.write_failed(write, now)
             case _:
-                self._go_on(deed)
+                self._go_on(action)
                 return []
 
-    def _compute(self, deed: do.Progress | do.Restart, now: float) -> Effects:
-        handoff, marks = deed.handoff, list(self.computed[deed.handoff])
-        if isinstance(deed, do.Restart):
+    def _compute(self, action: do.Progress | do.Restart, now: float) -> Effects:
+        handoff, marks = action.handoff, list(self.computed[action.handoff])
+        if isinstance(action, do.Restart):
             self.computed[handoff] = (0,) * len(marks)
             return self.machine.restart(handoff, now)
         self._reuse_blocks(self.owners[handoff])
         first = self.scene.layers_of(self.name, handoff).start
-        marks[deed.layer - first] = deed.tokens
+        marks[action.layer - first] = action.tokens
         self.computed[handoff] = tuple(marks)
-        return self.machine.progress(handoff, layer=deed.layer, tokens=deed.tokens, now=now)
+        return self.machine.progress(handoff, layer=action.layer, tokens=action.tokens, now=now)
 
     def _lose_links(self, now: float) -> Effects:
         """No write is observed to be done any more; those that were posted may land yet."""
@@ -199,9 +199,9 @@ class PrefillRankActor(Actor[PrefillRank]):
             effects += self.machine.write_failed(write, now)
         return effects
 
-    def _go_on(self, deed: do.Deed) -> None:
+    def _go_on(self, action: do.Action) -> None:
         """What happens to a write without the machine's knowledge."""
-        match deed:
+        match action:
             case do.Submit(write=write):
                 posting = self.writes[write]
                 self._check_computed(posting.write)
@@ -214,7 +214,7 @@ class PrefillRankActor(Actor[PrefillRank]):
                 self.computed.pop(handoff, None)
                 self.owners.pop(handoff, None)
             case _:
-                raise TypeError(f"a prefill rank cannot {deed!r}")
+                raise TypeError(f"a prefill rank cannot {action!r}")
 
     def _reuse_blocks(self, scheduler: int) -> None:
         """To a scheduler that began anew all blocks are free: what it computes overwrites others'.

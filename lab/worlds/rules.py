@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.explore.rules import Look, Phase, Rule
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.carrying import TOTAL, State
 from lab.worlds.eagerness import Eagerness
 from lab.worlds.faults import Fault
@@ -44,11 +44,11 @@ class RuledWorld(HandoffWorld):
         super().__init__(scene, budget, crashing=crashing, suspicious=suspicious)
         names = exchanged(scene, crashing) if mirrored else {}
         self._mirror = Mirror(self, names) if names else None
-        self._happened: list[set[tuple[int, int]]] = [set() for _ in self.casting.names]
+        self._happened: list[set[tuple[int, int]]] = [set() for _ in self.parties.names]
         """For each party, what happened to it in which local state."""
         fenced = bool(budget.crash or budget.suspect or budget.write or budget.relay)
         self._eagerness = (
-            Eagerness(self.casting, self._local, budget=budget.counts(), fenced=fenced)
+            Eagerness(self.parties, self._local, budget=budget.counts(), fenced=fenced)
             if reduced
             else None
         )
@@ -73,23 +73,23 @@ class RuledWorld(HandoffWorld):
         """Parties and local states in which a move was taken for eager, but is not."""
         return set() if self._eagerness is None else self._eagerness.review()
 
-    def _do(self, after: list[int], place: int, deed: int) -> None:
+    def _do(self, after: list[int], place: int, action: int) -> None:
         local = after[place]
-        super()._do(after, place, deed)
+        super()._do(after, place, action)
         if self._eagerness is not None:
-            self._use(place, local, deed)
-        if self._mirror is not None and (local, deed) not in self._happened[place]:
-            self._happened[place].add((local, deed))
-            self._mirror.check(place, local, deed)
+            self._use(place, local, action)
+        if self._mirror is not None and (local, action) not in self._happened[place]:
+            self._happened[place].add((local, action))
+            self._mirror.check(place, local, action)
             if self._eagerness is not None:
                 # What happens to a party may happen to its image, which nobody looks at.
                 image = self._mirror.column(place), self._mirror.local(place, local)
-                self._use(*image, self._mirror.deed(deed))
+                self._use(*image, self._mirror.action(action))
 
-    def _use(self, place: int, local: int, deed: int) -> None:
+    def _use(self, place: int, local: int, action: int) -> None:
         assert self._eagerness is not None
-        after, _ = self.casting.memos[place].after(local, deed)
-        self._eagerness.used[place][local][deed] = after
+        after, _ = self.parties.memos[place].after(local, action)
+        self._eagerness.used[place][local][action] = after
 
     def mirror(self) -> Mirror | None:
         """How the world looks with its ranks exchanged."""
@@ -103,36 +103,36 @@ class RuledWorld(HandoffWorld):
         """The first of some moves of a party that may happen alone."""
         assert self._eagerness is not None
         for number, move in enumerate(moves):
-            place, deed = move.place, move.deed
+            place, action = move.place, move.action
             if move.kind is MoveKind.DELIVER:
                 place = self._hearers[move.place]
-                deed, _ = self.casting.parted(state[move.place])
+                action, _ = self.parties.parted(state[move.place])
             elif move.kind is MoveKind.FENCE:
-                if not self._is_against_the_dead(state, place, deed):
+                if not self._is_against_the_dead(state, place, action):
                     continue
             elif move.kind not in self._eagerness.kinds:
                 continue
-            if self._eagerness.is_eager(place, state[place], deed):
+            if self._eagerness.is_eager(place, state[place], action):
                 return number
         return None
 
-    def _is_against_the_dead(self, state: State, place: int, deed: int) -> bool:
+    def _is_against_the_dead(self, state: State, place: int, action: int) -> bool:
         """Whether the writer that a fence keeps out has died, and all that it had posted ended."""
-        fenced = self.casting.deeds[deed]
+        fenced = self.parties.actions[action]
         assert isinstance(fenced, do.Fenced)
-        source = self._rank(state, self.casting.place[fenced.peer.name])
-        target = self.casting.actor(place, state[place]).identity.life
+        source = self._rank(state, self.parties.place[fenced.peer.name])
+        target = self.parties.actor(place, state[place]).identity.life
         in_flight = source.in_flight(fenced.peer, target, fenced.generation)
         return source.identity.life != fenced.peer and not in_flight
 
     def joined(self, queue: int, more: int) -> int:
         """A queue with another behind it."""
-        queues = self.casting.queues
+        queues = self.parties.queues
         return queues.of((*queues[queue], *queues[more]))
 
     def tail(self, queue: int, longer: int) -> int:
         """What was appended to a queue."""
-        queues = self.casting.queues
+        queues = self.parties.queues
         return queues.of(queues[longer][len(queues[queue]) :])
 
     def checks(self) -> list[tuple[int, ...]]:
@@ -151,10 +151,10 @@ class RuledWorld(HandoffWorld):
         rules += [self._starts(), self._first_tokens()]
         if self.budget.crash:
             rules += [self._crashes(place) for place in self._crashing]
-            rules += [self._hears(route) for route in range(len(self.casting.routes))]
+            rules += [self._hears(route) for route in range(len(self.parties.routes))]
         if self.budget.reconnect:
             rules += [self._reconnects(channel) for channel in self._links]
-            rules += [self._greets_on(route) for route in range(len(self.casting.routes))]
+            rules += [self._greets_on(route) for route in range(len(self.parties.routes))]
         rules += [*self._disturbances(), *self._suspicions()]
         return rules
 
@@ -179,7 +179,7 @@ class RuledWorld(HandoffWorld):
         elif place == self._decode_place:
             ranks = tuple(self._decode_ranks)
         return Rule(
-            name=f"{name} of {self.casting.names[place]}",
+            name=f"{name} of {self.parties.names[place]}",
             phase=phase,
             moves=moves,
             reads=reads,
@@ -195,15 +195,15 @@ class RuledWorld(HandoffWorld):
         )
 
     def _says(self, place: int) -> tuple[int, ...]:
-        name = self.casting.names[place]
-        routes = zip(self._channels, self.casting.routes, strict=True)
+        name = self.parties.names[place]
+        routes = zip(self._channels, self.parties.routes, strict=True)
         return tuple(channel for channel, (sender, _) in routes if sender == name)
 
     def _has(self, place: int, see: Callable[[LocalMoves], object]) -> Look:
         return Look(place, lambda local: int(bool(see(self._local(place, local)))))
 
     def _life(self, place: int) -> Look:
-        return Look(place, lambda local: self.casting.actor(place, local).identity.life.incarnation)
+        return Look(place, lambda local: self.parties.actor(place, local).identity.life.incarnation)
 
     def _left(self, fault: int) -> Look:
         return Look(
@@ -270,7 +270,7 @@ class RuledWorld(HandoffWorld):
 
     def _writes(self, rank: int, target: int) -> Iterator[Rule[Move]]:
         """What becomes of the writes of a rank to another."""
-        name = self.casting.names[target]
+        name = self.parties.names[target]
 
         def there(moves: Sequence[Move]) -> list[Move]:
             return [move for move in moves if self._is_write_to(name, move)]
@@ -301,13 +301,13 @@ class RuledWorld(HandoffWorld):
     def _is_write_to(self, name: str, move: Move) -> bool:
         if move.kind not in _TO_A_TARGET:
             return False
-        deed = self.casting.deeds[move.deed]
-        assert isinstance(deed, do.Submit | do.Leave | do.Fade)
-        return deed.write.target.name == name
+        action = self.parties.actions[move.action]
+        assert isinstance(action, do.Submit | do.Leave | do.Fade)
+        return action.write.target.name == name
 
     def _fences(self, rank: int, target: int) -> Rule[Move]:
         """What a target wants to be fenced from a source."""
-        name = self.casting.names[rank]
+        name = self.parties.names[rank]
 
         def against(moves: Sequence[Move]) -> list[Move]:
             return [move for move in moves if self._is_fence_against(name, move)]
@@ -326,8 +326,8 @@ class RuledWorld(HandoffWorld):
         )
 
     def _is_fence_against(self, name: str, move: Move) -> bool:
-        deed = self.casting.deeds[move.deed]
-        return isinstance(deed, do.Fenced) and deed.peer.name == name
+        action = self.parties.actions[move.action]
+        return isinstance(action, do.Fenced) and action.peer.name == name
 
     def _starts(self) -> Rule[Move]:
         """The prefill engine begins with prompts, on all its ranks."""
@@ -376,7 +376,7 @@ class RuledWorld(HandoffWorld):
         """Which prompts a rank has computed, a bit for each."""
 
         def see(local: int) -> int:
-            actor = self.casting.actor(rank, local)
+            actor = self.parties.actor(rank, local)
             assert isinstance(actor, PrefillRankActor)
             return sum(actor.is_computed(h) << bit for bit, h in enumerate(self.scene.prompts))
 
@@ -384,7 +384,7 @@ class RuledWorld(HandoffWorld):
 
     def _crashes(self, place: int) -> Rule[Move]:
         peers = [
-            self.casting.place[peer] for peer in self.scene.peers_of(self.casting.names[place])
+            self.parties.place[peer] for peer in self.scene.peers_of(self.parties.names[place])
         ]
         return self._rule(
             "crash",
@@ -398,15 +398,15 @@ class RuledWorld(HandoffWorld):
 
     def _hears(self, route: int) -> Rule[Move]:
         """A party hears of another's new life."""
-        name, peer = self.casting.routes[route]
+        name, peer = self.parties.routes[route]
         return self._rule(
             f"hearing of {name}",
             Phase.USUAL,
-            self.casting.place[peer],
+            self.parties.place[peer],
             lambda state: [*self._hearings_on(state, route)],
             only=(Look(self._news, lambda news: self._tidings[news] >> 2 * route & 1),),
-            reads=(self.casting.place[peer], self._news),
-            views=(self._life(self.casting.place[name]),),
+            reads=(self.parties.place[peer], self._news),
+            views=(self._life(self.parties.place[name]),),
         )
 
     def _reconnects(self, channel: int) -> Rule[Move]:
@@ -424,7 +424,7 @@ class RuledWorld(HandoffWorld):
         """A party greets another over a new connection."""
         move = self._greeting(route)
         return self._rule(
-            f"greeting of {self.casting.routes[route][1]}",
+            f"greeting of {self.parties.routes[route][1]}",
             Phase.USUAL,
             move.place,
             lambda _state: [move],
@@ -449,8 +449,8 @@ class RuledWorld(HandoffWorld):
 
     def _suspicions(self) -> Iterator[Rule[Move]]:
         for name, peer in self._across if self.budget.suspect else ():
-            place, deed = self.casting.place[name], self.casting.deeds.of(do.Suspect(peer))
-            move = Move(MoveKind.DO, place, deed, Fault.SUSPECT)
+            place, action = self.parties.place[name], self.parties.actions.of(do.Suspect(peer))
+            move = Move(MoveKind.DO, place, action, Fault.SUSPECT)
             yield self._rule(
                 f"suspicion of {peer}",
                 Phase.FAULT,

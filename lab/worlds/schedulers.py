@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.actor import Actor, Effects, M
 from lab.worlds.scene import PREFILL
 from penstock.handoff.protocol import effects as ef
@@ -84,8 +84,8 @@ class PrefillSchedulerActor(SchedulerActor[PrefillScheduler]):
     def _new_machine(self, identity: Identity) -> PrefillScheduler:
         return PrefillScheduler(identity, self.scene.settings, ranks=self.scene.prefill_ranks)
 
-    def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
-        match deed:
+    def _effects_of_own(self, action: do.Action, now: float) -> Effects:
+        match action:
             case do.Prefill(handoff=handoff):
                 self._submit((handoff, 0))
                 lease_s = self.scene.prompts[handoff].lease_s
@@ -97,7 +97,7 @@ class PrefillSchedulerActor(SchedulerActor[PrefillScheduler]):
             case do.Cancel(handoff=handoff):
                 return self.machine.cancel(handoff, now)
             case _:
-                raise TypeError(f"a prefill scheduler cannot {deed!r}")
+                raise TypeError(f"a prefill scheduler cannot {action!r}")
 
     def _later(self, message: msg.AnyMessage) -> Hashable | None:
         if not isinstance(message, msg.Await | msg.Close):
@@ -119,8 +119,8 @@ class DecodeSchedulerActor(SchedulerActor[DecodeScheduler]):
     def _new_machine(self, identity: Identity) -> DecodeScheduler:
         return DecodeScheduler(identity, self.scene.settings, ranks=self.scene.decode_ranks)
 
-    def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
-        match deed:
+    def _effects_of_own(self, action: do.Action, now: float) -> Effects:
+        match action:
             case do.Claim(handoff=handoff, epoch=epoch):
                 self._submit((handoff, epoch))
                 prompt = self.scene.prompts[handoff]
@@ -137,7 +137,7 @@ class DecodeSchedulerActor(SchedulerActor[DecodeScheduler]):
             case do.Withdraw(handoff=handoff):
                 return self.machine.withdraw(handoff, now)
             case _:
-                raise TypeError(f"a decode scheduler cannot {deed!r}")
+                raise TypeError(f"a decode scheduler cannot {action!r}")
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
         if not isinstance(effect, ef.HandoffEnded):

@@ -2,7 +2,7 @@
 
 Its state is a tuple of small numbers: for every party the number of its local state, for every
 pair of parties that of the messages on their way from one to the other, then how often each
-fault may still occur, who has yet to hear of whose new life, and who to greet whom. What a deed
+fault may still occur, who has yet to hear of whose new life, and who to greet whom. What a action
 does to a local state is worked out once (`memo`).
 
 | move                     | when                                                             |
@@ -29,13 +29,13 @@ import struct
 from typing import TYPE_CHECKING
 
 from lab.explore.world import Violation
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.carrying import TOTAL, Carrying, State
-from lab.worlds.casting import EMPTY
+from lab.worlds.descriptions import describe
 from lab.worlds.faults import Budget, Fault
 from lab.worlds.moves import NO_FAULT, Move, MoveKind, local_moves
+from lab.worlds.parties import EMPTY
 from lab.worlds.scene import PREFILL
-from lab.worlds.telling import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,20 +60,20 @@ class HandoffWorld(Carrying):
         self.budget = budget
         self._suspicious = suspicious
         """Whether a death may be noticed before the new life is heard of."""
-        self._crashing = [self.casting.place[name] for name in crashing]
-        self._locals: list[dict[int, LocalMoves]] = [{} for _ in self.casting.names]
-        self._touched: list[dict[int, frozenset[Place]]] = [{} for _ in self.casting.names]
+        self._crashing = [self.parties.place[name] for name in crashing]
+        self._locals: list[dict[int, LocalMoves]] = [{} for _ in self.parties.names]
+        self._touched: list[dict[int, frozenset[Place]]] = [{} for _ in self.parties.names]
         """Handoffs and epochs whose slots a decode rank writes to, by its local state."""
         self._deliveries = [Move(MoveKind.DELIVER, channel) for channel in self._channels]
         self._across = [
             (name, peer)
-            for name, peer in self.casting.routes
+            for name, peer in self.parties.routes
             if name.startswith(PREFILL) != peer.startswith(PREFILL)
         ]
         self._links = [
             channel
-            for channel, (name, peer) in zip(self._channels, self.casting.routes, strict=True)
-            if self.casting.place[name] < self.casting.place[peer]
+            for channel, (name, peer) in zip(self._channels, self.parties.routes, strict=True)
+            if self.parties.place[name] < self.parties.place[peer]
         ]
         """One channel of each connection."""
         self._packing = struct.Struct(f"<{self._greetings + 1}I").pack
@@ -116,13 +116,13 @@ class HandoffWorld(Carrying):
         for place in self._decode_ranks:
             touched = self._touched[place].get(state[place])
             if touched is None:
-                actor = self._target(state, self.casting.names[place])
+                actor = self._target(state, self.parties.names[place])
                 touched = self._touched[place][state[place]] = actor.touches()
             if touched:
                 ended = ended or self._scheduler(self._decode_place, state[self._decode_place])
                 over = sorted(at for at in touched if at in ended.ended)
                 if over:
-                    name = self.casting.names[place]
+                    name = self.parties.names[place]
                     raise Violation("given back", f"{name} writes to the slots of {over[0]}")
 
     def finished(self, state: State) -> bool:
@@ -155,7 +155,7 @@ class HandoffWorld(Carrying):
         Raises:
             Violation: something may have been missed.
         """
-        for memo in self.casting.memos:
+        for memo in self.parties.memos:
             memo.check_completeness()
 
     # ---------------------------------------------------------------- which moves there are
@@ -182,15 +182,15 @@ class HandoffWorld(Carrying):
             usual += self._hearings(state)
         if state[self._greetings]:
             due = self._dues[state[self._greetings]]
-            routes = range(len(self.casting.routes))
+            routes = range(len(self.parties.routes))
             usual += [self._greeting(route) for route in routes if due >> route & 1]
         return usual
 
     def _local(self, place: int, local: int) -> LocalMoves:
         known = self._locals[place].get(local)
         if known is None:
-            actor = self.casting.actor(place, local)
-            known = self._locals[place][local] = local_moves(self.casting, place, actor)
+            actor = self.parties.actor(place, local)
+            known = self._locals[place][local] = local_moves(self.parties, place, actor)
         return known
 
     def _is_possible(self, state: State, move: Move) -> bool:
@@ -205,10 +205,10 @@ class HandoffWorld(Carrying):
 
     def _can_fence(self, state: State, move: Move) -> bool:
         """Whether what the transport's fence waits for has ended."""
-        fenced = self.casting.deeds[move.deed]
+        fenced = self.parties.actions[move.action]
         assert isinstance(fenced, do.Fenced)
-        target = self.casting.actor(move.place, state[move.place]).identity.life
-        source = self.casting.place[fenced.peer.name]
+        target = self.parties.actor(move.place, state[move.place]).identity.life
+        source = self.parties.place[fenced.peer.name]
         writer = self._rank(state, source)
         transport = self.scene.transport
         return not writer.in_flight(
@@ -221,7 +221,7 @@ class HandoffWorld(Carrying):
 
     def _can_start(self, state: State) -> bool:
         """Whether the prefill engine knows all its ranks' lives: it gives no work to the dead."""
-        scheduler = self.casting.actor(self._prefill_place, state[self._prefill_place])
+        scheduler = self.parties.actor(self._prefill_place, state[self._prefill_place])
         return all(
             scheduler.machine.life_of(rank.name) == rank.identity.life
             for rank in (self._rank(state, place) for place in self._prefill_ranks)
@@ -229,8 +229,8 @@ class HandoffWorld(Carrying):
 
     def _is_computed(self, state: State, move: Move) -> bool:
         """Whether every rank has computed the prompt whose token it is."""
-        deed = self.casting.deeds[move.deed]
-        tokens = deed.deeds if isinstance(deed, do.Many) else (deed,)
+        action = self.parties.actions[move.action]
+        tokens = action.actions if isinstance(action, do.Many) else (action,)
         return all(
             self._rank(state, place).is_computed(token.handoff)
             for place in self._prefill_ranks
@@ -239,27 +239,27 @@ class HandoffWorld(Carrying):
         )
 
     def _greeting(self, route: int) -> Move:
-        name, peer = self.casting.routes[route]
-        deed = self.casting.deeds.of(do.Greet(peer))
-        return Move(MoveKind.GREET, self.casting.place[name], deed)
+        name, peer = self.parties.routes[route]
+        action = self.parties.actions.of(do.Greet(peer))
+        return Move(MoveKind.GREET, self.parties.place[name], action)
 
     def _hearings(self, state: State) -> Iterator[Move]:
         """Who has yet to hear of a new life, and may do so now."""
-        for route in range(len(self.casting.routes)):
+        for route in range(len(self.parties.routes)):
             yield from self._hearings_on(state, route)
 
     def _hearings_on(self, state: State, route: int) -> Iterator[Move]:
         news = self._tidings[state[self._news]] >> 2 * route
         if not news & 1:
             return
-        name, peer = self.casting.routes[route]
-        place, source = self.casting.place[peer], self.casting.place[name]
-        reborn = self.casting.actor(source, state[source]).identity
-        if self.casting.actor(place, state[place]).machine.life_of(name) == reborn.life:
+        name, peer = self.parties.routes[route]
+        place, source = self.parties.place[peer], self.parties.place[name]
+        reborn = self.parties.actor(source, state[source]).identity
+        if self.parties.actor(place, state[place]).machine.life_of(name) == reborn.life:
             return  # It was told by the new life itself.
-        yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Introduce(reborn)))
+        yield Move(MoveKind.HEAR, place, self.parties.actions.of(do.Introduce(reborn)))
         if self._suspicious and not news & 2:
-            yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Suspect(name)))
+            yield Move(MoveKind.HEAR, place, self.parties.actions.of(do.Suspect(name)))
 
     def _faults(
         self, state: State, local: Sequence[LocalMoves], left: tuple[int, ...], *, quiet: bool
@@ -275,8 +275,8 @@ class HandoffWorld(Carrying):
         if left[Fault.SUSPECT]:
             # Only across: the death of a colleague is seen, not suspected.
             for name, peer in self._across:
-                deed = self.casting.deeds.of(do.Suspect(peer))
-                yield Move(MoveKind.DO, self.casting.place[name], deed, Fault.SUSPECT)
+                action = self.parties.actions.of(do.Suspect(peer))
+                yield Move(MoveKind.DO, self.parties.place[name], action, Fault.SUSPECT)
 
     def _network_faults(self, state: State, left: tuple[int, ...]) -> Iterator[Move]:
         for fault, kind in DISTURBANCES:

@@ -37,7 +37,7 @@ class ProcessKilledError(BaseException):
 
 
 @dataclass(slots=True, kw_only=True)
-class DiskWeather:
+class DiskConditions:
     """What a disk is like now. Rates are for each call."""
 
     short: float = 0.0
@@ -55,7 +55,7 @@ class SimDisk:
     """Calls of a disk tier, carried out on the files of one folder."""
 
     def __init__(self, rng: Random, clock: Callable[[], float]) -> None:
-        self.weather = DiskWeather()
+        self.conditions = DiskConditions()
         self.spoilt: defaultdict[str, set[int]] = defaultdict(set)
         """By path: sectors that are not what was last written there."""
         self.call_count = 0
@@ -125,11 +125,11 @@ class SimDisk:
         """Begins a call; true if the process dies in it."""
         if self.is_locked():
             raise SimulationError("store", f"{name} is called with the lock held")
-        if self._rng.random() < self.weather.meanwhile:
+        if self._rng.random() < self.conditions.meanwhile:
             self.meanwhile()
         self.call_count += 1
         dies = self.call_count == self.dies_at
-        number = (self.weather.refusals or {}).get(name)
+        number = (self.conditions.refusals or {}).get(name)
         if number is not None and not dies:
             self.refusals[name] += 1
             raise OSError(number, os.strerror(number))
@@ -160,7 +160,7 @@ class SimDisk:
                     piece = content[first - offset : (sector + 1) * SECTOR_BYTES - offset]
                     os.pwrite(fd, piece, first)
             raise ProcessKilledError
-        if self._rng.random() < self.weather.lose:
+        if self._rng.random() < self.conditions.lose:
             self.writes_lost += 1
             self.spoilt[path].update(_sectors(offset, len(content)))
             return len(content)
@@ -179,13 +179,13 @@ class SimDisk:
     def _sync(self, fd: int) -> None:
         if self._enter("sync"):
             raise ProcessKilledError
-        if not self.weather.ignores_sync:
+        if not self.conditions.ignores_sync:
             self._before.pop(self._paths[fd], None)
 
     def _shortened(self, buffers: Sequence[memoryview]) -> list[memoryview]:
         """All of the buffers, or whole sectors at their beginning."""
         sectors = sum(each.nbytes for each in buffers) // SECTOR_BYTES
-        if sectors < 2 or self._rng.random() >= self.weather.short:
+        if sectors < 2 or self._rng.random() >= self.conditions.short:
             return list(buffers)
         left = self._rng.randrange(1, sectors) * SECTOR_BYTES
         cut: list[memoryview] = []

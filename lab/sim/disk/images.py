@@ -60,7 +60,7 @@ class Resets:
 
     def __init__(self) -> None:
         self.voided: dict[bytes, set[int]] = {}
-        self._told: dict[bytes, set[int]] = {}
+        self._reported: dict[bytes, set[int]] = {}
 
     def note(self, name: bytes, generation: int) -> None:
         """A tier says which generation counts.
@@ -68,14 +68,14 @@ class Resets:
         Raises:
             SimulationError: a reset was undone.
         """
-        self._told.setdefault(name, set()).add(generation)
+        self._reported.setdefault(name, set()).add(generation)
         if generation in self.voided.get(name, ()):
             raise SimulationError("store", f"a reset was undone: {name!r} has {generation} again")
 
     def confirm(self, name: bytes, generation: int) -> None:
         """A reset is confirmed: nothing of before counts again."""
         self.note(name, generation)
-        self.voided[name] = self._told[name] - {generation}
+        self.voided[name] = self._reported[name] - {generation}
 
     def since(self, image: Image) -> set[bytes]:
         """Spaces that were voided since an image was made."""

@@ -27,7 +27,7 @@ from xxhash import xxh3_128_digest
 
 from lab.sim.checkers import SimulationError
 from lab.sim.coverage import Kinds
-from lab.sim.disk.device import DiskWeather, ProcessKilledError
+from lab.sim.disk.device import DiskConditions, ProcessKilledError
 from lab.sim.disk.images import FolderImages
 from lab.sim.disk.process import DiskProcess, Identity
 from penstock.cache.operations import BlockFault
@@ -165,7 +165,7 @@ class DiskWorld:
         self,
         seed: int,
         *,
-        teller: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         crash: Crash | None = None,
     ) -> None:
         """With `crash` nothing else goes wrong in it."""
@@ -175,7 +175,7 @@ class DiskWorld:
         self.events: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self._teller = teller
+        self._log = log
         rng = self.rng
         block_bytes = rng.choice(BLOCK_BYTES)
         algorithm = rng.choice((Algorithm.XXH3, Algorithm.MIX64))
@@ -197,7 +197,7 @@ class DiskWorld:
         self._draw_travels(seed, crash)
         self._ticket = 0
         healthy = rng.random() < 0.15 or crash is not None
-        self._weather = DiskWeather(
+        self._conditions = DiskConditions(
             short=self._fault(healthy, 0.3, 0.3),
             lose=self._fault(healthy, 0.2, 0.05),
             meanwhile=rng.choice((0.0, 0.2, 0.5)),
@@ -241,10 +241,10 @@ class DiskWorld:
     def run(self) -> None:
         """Lives the world to its end."""
         disk = self.process.disk
-        disk.weather = self._weather
-        if self._weather.short:
+        disk.conditions = self._conditions
+        if self._conditions.short:
             self.note("calls do a part only")
-        if self._weather.ignores_sync:
+        if self._conditions.ignores_sync:
             self.note("sync is ignored")
         with quiet_logs():
             try:
@@ -273,8 +273,8 @@ class DiskWorld:
 
     def tell(self, line: str) -> None:
         """Tells whoever listens."""
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  {line}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  {line}")
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Does something in which the process may die."""
@@ -428,14 +428,14 @@ class DiskWorld:
 
     def _refuse(self) -> None:
         """Calls fail from now on, or work again."""
-        weather = self.process.disk.weather
-        if weather.refusals:
-            weather.refusals = None
+        conditions = self.process.disk.conditions
+        if conditions.refusals:
+            conditions.refusals = None
             self.note("tier is on again")
             return
         number = self.rng.choice((errno.ENOSPC, errno.EIO, errno.EROFS))
         names = ("pwritev", "fallocate") if number != errno.EIO else ("preadv", "pwritev", "sync")
-        weather.refusals = {name: number for name in names if self.rng.random() < 0.7}
+        conditions.refusals = {name: number for name in names if self.rng.random() < 0.7}
         self.note("tier is off")
 
     def _travel(self) -> None:
@@ -452,8 +452,8 @@ class DiskWorld:
 
     def _end(self) -> None:
         """The disk is well; every job ends; what was saved is there after a kill, and right."""
-        weather = self.process.disk.weather
-        weather.refusals, weather.lose, self.process.disk.dies_at = None, 0.0, None
+        conditions = self.process.disk.conditions
+        conditions.refusals, conditions.lose, self.process.disk.dies_at = None, 0.0, None
         if self.process.tier is None:
             self._start()
         self._come_to_rest()

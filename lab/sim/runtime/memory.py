@@ -29,7 +29,7 @@ from penstock.vocabulary.planes import opaque_plane
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lab.sim.weather import Weather
+    from lab.sim.conditions import Conditions
     from lab.sim.workload import Content
 
 MARK_BYTES = 16
@@ -40,14 +40,14 @@ class RankMemory:
     """Device arrays, one a KV group, and the tiers below them.
 
     Args:
-        weather: what there is in this world.
+        conditions: what there is in this world.
         salt: of the cache's life at the time, for blocks that are found below.
     """
 
-    def __init__(self, weather: Weather, salt: Callable[[], int]) -> None:
-        settings = weather.settings
+    def __init__(self, conditions: Conditions, salt: Callable[[], int]) -> None:
+        settings = conditions.settings
         managed = settings.device is not None
-        slots = settings.device.slot_count if settings.device else weather.engine_slots
+        slots = settings.device.slot_count if settings.device else conditions.engine_slots
         shape = (slots, settings.block_tokens, MARK_BYTES)
         arrays = [np.zeros(shape, dtype=np.uint8) for _ in range(settings.group_count)]
         self.layout = _layout(settings.block_tokens, slots, settings.group_count)

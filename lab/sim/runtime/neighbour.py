@@ -43,7 +43,7 @@ class Neighbour:
         self._life = world.rng.getrandbits(64)
         salt = life_salt(self._life, 0)
         layout = world.ranks.memories[0].layout
-        groups = world.weather.settings.group_count
+        groups = world.conditions.settings.group_count
         self._hosts = [
             HostTier.create(layout, SLOTS, huge_pages=False) for _ in range(world.ranks.rank_count)
         ]
@@ -115,7 +115,7 @@ class Neighbour:
     ) -> None:
         self._sequence += 1
         places = np.array(slots, dtype=np.int32)
-        timeout_s = self._world.weather.settings.operation_timeout_s
+        timeout_s = self._world.conditions.settings.operation_timeout_s
         copy = Copy(
             operation=OperationId(self._life, 0, self._sequence),
             purpose=purpose,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from lab.fixtures.rank_channels import send_all, take_plans
 from lab.sim.checkers import SimulationError
+from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.ways import Post
-from lab.sim.runtime.weather import Way
 from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.copy_executor import CopyExecutor
@@ -209,7 +209,7 @@ def _facts(
                 memory="" if index in lacking else _memory_name(memory, number, index),
                 off="no memory" if index in lacking else "",
             )
-            for index, tier in enumerate(world.weather.settings.tiers, start=HUB)
+            for index, tier in enumerate(world.conditions.settings.tiers, start=HUB)
         ),
         algorithm=ALGORITHM.value,
         form=Form(layout=layout, checksum=ALGORITHM).fingerprint,

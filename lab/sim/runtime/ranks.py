@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
 from lab.sim.ranks import Job, Ranks
+from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.process import RankProcess
 from lab.sim.runtime.stores import Stores
-from lab.sim.runtime.weather import Way
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import DEVICE, HUB
 from penstock.store.base import part_name
@@ -46,10 +46,10 @@ class RuntimeRanks(Ranks):
     def __init__(self, world: RuntimeWorld) -> None:
         super().__init__(world)
         self._runtime = world
-        self.memories = [RankMemory(world.weather, self._salt) for _ in range(self.rank_count)]
+        self.memories = [RankMemory(world.conditions, self._salt) for _ in range(self.rank_count)]
         self.memory = [memory.views for memory in self.memories]
         self.stored = frozenset(
-            index for index, tier in enumerate(world.weather.settings.tiers, HUB) if tier.stored
+            index for index, tier in enumerate(world.conditions.settings.tiers, HUB) if tier.stored
         )
         """The tiers that a store process serves."""
         self.parts = [
@@ -62,8 +62,8 @@ class RuntimeRanks(Ranks):
             for rank, memory in enumerate(self.memories)
             if memory.hub is not None
         ]
-        if world.weather.store is not None:
-            world.stores = Stores(world, world.weather.store)
+        if world.conditions.store is not None:
+            world.stores = Stores(world, world.conditions.store)
         self.processes = [
             RankProcess(world, number, memory) for number, memory in enumerate(self.memories)
         ]

@@ -31,9 +31,9 @@ from lab.sim.checkers import SimulationError
 from lab.sim.disk.device import ProcessKilledError
 from lab.sim.disk.process import DiskProcess
 from lab.sim.disk.world import make_folder
+from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM
 from lab.sim.runtime.sockets import SimDeath, SimListener, sim_socket_pair
-from lab.sim.runtime.weather import Way
 from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
 from penstock.store.link import StoreLink
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from random import Random
 
+    from lab.sim.conditions import StoreConditions
     from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.sockets import SimSocket
     from lab.sim.runtime.world import RuntimeWorld
-    from lab.sim.weather import StoreWeather
     from penstock.machine.effects import Copy
     from penstock.store.base import MappedArena
     from penstock.store.messages import JobRequest
@@ -187,7 +187,7 @@ class WatchedServer(StoreServer):
         busy = [session for session, owner in self._owners.items() if owner.tickets]
         sessions = busy or list(self._sessions.values())
         if sessions:
-            self._end(rng.choice(sessions), "weather")
+            self._end(rng.choice(sessions), "conditions")
         return bool(sessions)
 
     def works_for(self, life: int, ticket: int, rank: int) -> bool:
@@ -318,23 +318,23 @@ class StoreProcess:
 class Stores:
     """The store of a world: its lives, its disks, and what is known of its jobs."""
 
-    def __init__(self, world: RuntimeWorld, weather: StoreWeather) -> None:
+    def __init__(self, world: RuntimeWorld, conditions: StoreConditions) -> None:
         self.world = world
-        self.weather = weather
-        self.pace_s = weather.pace_s
-        settings = world.weather.settings
+        self.conditions = conditions
+        self.pace_s = conditions.pace_s
+        settings = world.conditions.settings
         self.tier_names = {
             index: tier.name for index, tier in enumerate(settings.tiers, 1) if tier.stored
         }
         """By index in the cache."""
         self.folder = make_folder()
-        size_bytes = 8 * (8192 + weather.segment_places * 8192)
+        size_bytes = 8 * (8192 + conditions.segment_places * 8192)
         self.disks = {
             name: DiskProcess(world.rng, self.folder / name, size_bytes, clock=lambda: world.now)
             for name in self.tier_names.values()
         }
         for disk in self.disks.values():
-            disk.disk.weather.meanwhile = 0.2
+            disk.disk.conditions.meanwhile = 0.2
             disk.truth.is_rotten = self._is_rotten
         self.config = StoreConfig(
             socket=str(SOCKET),
@@ -360,9 +360,9 @@ class Stores:
         self._watchers: list[Callable[[], None]] = []
         self._pids = 0
         self.process: StoreProcess | None = None
-        if weather.late_s:
+        if conditions.late_s:
             world.note("store starts late")
-            world.after(weather.late_s, self.start)
+            world.after(conditions.late_s, self.start)
         else:
             self.start()
 
@@ -376,7 +376,7 @@ class Stores:
             process = self.process
             if process is None:
                 return None
-            near, far = sim_socket_pair(self.world, arrived, process.call, self.weather.delay_s)
+            near, far = sim_socket_pair(self.world, arrived, process.call, self.conditions.delay_s)
             self._sockets += (near, far)
             process.listener.put(far, PeerCredentials(self._pids, os.getuid(), os.getgid()))
             process.call()
@@ -390,7 +390,7 @@ class Stores:
         assert isinstance(hub, HostTier)
         here = world.ways.way is Way.HERE
         form = Form(layout=hub.layout, checksum=ALGORITHM)
-        count = world.weather.settings.rank_count
+        count = world.conditions.settings.rank_count
         return SimOffer(
             self,
             hub,
@@ -405,9 +405,9 @@ class Stores:
     def draw_pause(self) -> float:
         """How long a step of a tier takes: a slow disk is slower than deadlines."""
         pause = self.world.rng.random() * self.pace_s
-        if not self.well and self.world.rng.random() < self.weather.hang / 4:
+        if not self.well and self.world.rng.random() < self.conditions.hang / 4:
             self.world.note("store is slow")
-            timeout_s = self.world.weather.settings.operation_timeout_s
+            timeout_s = self.world.conditions.settings.operation_timeout_s
             pause += timeout_s * self.world.rng.uniform(0.5, 1.5)
         return pause
 
@@ -471,13 +471,13 @@ class Stores:
             disk.disk.dies_at = None
         for watcher in self._watchers:
             watcher()
-        timeout_s = self.world.weather.settings.operation_timeout_s
+        timeout_s = self.world.conditions.settings.operation_timeout_s
         self.world.after(self.world.rng.uniform(0.0, 1.0) * timeout_s, self.start)
 
     def die_in_a_call(self) -> None:
         """A step of a tier, or the opening of one, was the last of the process."""
         self.world.note("store dies in a call")
-        self.die(power=self.world.rng.random() < self.weather.power)
+        self.die(power=self.world.rng.random() < self.conditions.power)
 
     def doom(self) -> None:
         """The process dies in one of its next calls."""
@@ -490,7 +490,7 @@ class Stores:
         if process is not None and not process.stopped:
             self.world.note("store is stopped")
             process.stopped = True
-            timeout_s = self.world.weather.settings.operation_timeout_s
+            timeout_s = self.world.conditions.settings.operation_timeout_s
             pause = self.world.rng.choice((0.5 * timeout_s, 4.0, STOP_S))
             self.world.after(pause * self.world.rng.uniform(0.5, 1.0), process.resume)
 
@@ -503,12 +503,12 @@ class Stores:
     def fill_up(self) -> None:
         """Writes of a tier fail for a while."""
         disk = self.world.rng.choice(list(self.disks.values())).disk
-        if disk.weather.refusals is None:
+        if disk.conditions.refusals is None:
             self.world.note("store is full")
-            disk.weather.refusals = {"pwritev": errno.ENOSPC, "fallocate": errno.ENOSPC}
-            timeout_s = self.world.weather.settings.operation_timeout_s
+            disk.conditions.refusals = {"pwritev": errno.ENOSPC, "fallocate": errno.ENOSPC}
+            timeout_s = self.world.conditions.settings.operation_timeout_s
             pause = self.world.rng.uniform(0.0, 2.0) * timeout_s
-            self.world.after(pause, setattr, disk.weather, "refusals", None)
+            self.world.after(pause, setattr, disk.conditions, "refusals", None)
 
     def rot(self) -> bool:
         """A byte on a disk changes."""
@@ -518,7 +518,7 @@ class Stores:
         """From now on nothing goes wrong with it."""
         self.well = True
         for disk in self.disks.values():
-            disk.disk.weather.refusals, disk.disk.dies_at = None, None
+            disk.disk.conditions.refusals, disk.disk.dies_at = None, None
         if self.process is not None and self.process.stopped:
             self.process.resume()
         self.start()

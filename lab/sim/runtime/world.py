@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from lab.fixtures.rank_channels import ChannelLinks, rejoin
 from lab.sim.checkers import SimulationError
+from lab.sim.conditions import without_stores
+from lab.sim.runtime.conditions import Way, draw_runtime_conditions
+from lab.sim.runtime.faults import RuntimeFaultInjector
 from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.ranks import RuntimeRanks
 from lab.sim.runtime.stores import SimLink
-from lab.sim.runtime.storm import RuntimeStorm
 from lab.sim.runtime.ways import sim_channel_pair
-from lab.sim.runtime.weather import Way, draw_runtime_weather
-from lab.sim.weather import without_stores
 from lab.sim.world import World
 from penstock.config import Config, ModelSettings, TierKind
 from penstock.errors import UnavailableError
@@ -45,10 +45,10 @@ from penstock.store.embedded import STARTING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from lab.sim.conditions import Conditions
     from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.stores import Stores
     from lab.sim.runtime.ways import SimChannel
-    from lab.sim.weather import Weather
     from penstock.cache.operations import Operation
     from penstock.machine.effects import Effect
     from penstock.machine.events import Event
@@ -60,7 +60,7 @@ class WatchedMachine(CacheMachine):
     """The machine of a driver; its world looks at every event, whoever sent it."""
 
     def __init__(self, world: RuntimeWorld) -> None:
-        super().__init__(world.weather.settings, incarnation=world.incarnation)
+        super().__init__(world.conditions.settings, incarnation=world.incarnation)
         self._world = world
         self.last: list[Effect] = []
         """The effects of the last event, the drivers' too."""
@@ -114,14 +114,14 @@ class RuntimeWorld(World):
     machine: WatchedMachine
 
     def __init__(
-        self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
+        self, seed: int, *, audited: bool = True, log: Callable[[str], None] | None = None
     ) -> None:
         self.closing = False
         self.stores: Stores | None = None
         self.neighbour: Neighbour | None = None
         self._owner_called = False
         self._due_at = math.inf
-        super().__init__(seed, audited=audited, teller=teller)
+        super().__init__(seed, audited=audited, log=log)
         self._open()
 
     def run(self) -> None:
@@ -153,10 +153,10 @@ class RuntimeWorld(World):
         for memory in self.ranks.memories:
             memory.close()
 
-    def _draw_weather(self) -> Weather:
-        weather, self.ways = draw_runtime_weather(self.rng)
+    def _draw_conditions(self) -> Conditions:
+        conditions, self.ways = draw_runtime_conditions(self.rng)
         self.delay_s = self.ways.delay_s
-        return weather
+        return conditions
 
     def _make_machine(self) -> CacheMachine:
         return WatchedMachine(self)
@@ -164,16 +164,16 @@ class RuntimeWorld(World):
     def _make_ranks(self) -> RuntimeRanks:
         return RuntimeRanks(self)
 
-    def _make_storm(self) -> RuntimeStorm:
-        self.storm = RuntimeStorm(self)
-        return self.storm
+    def _make_injector(self) -> RuntimeFaultInjector:
+        self.injector = RuntimeFaultInjector(self)
+        return self.injector
 
     def _open(self) -> None:
         """The owner meets its ranks, as `penstock.open` with `ranks` does."""
         config = Config(
             model=ModelSettings(name="simulated"),
-            cache=without_stores(self.weather).settings,
-            tier_kinds=tuple(TierKind(name="memory") for _ in self.weather.settings.tiers),
+            cache=without_stores(self.conditions).settings,
+            tier_kinds=tuple(TierKind(name="memory") for _ in self.conditions.settings.tiers),
         )
         facts = [process.facts for process in self.ranks.processes]
         agreement = agree(config, facts)
@@ -188,7 +188,7 @@ class RuntimeWorld(World):
                 links = WatchedLinks(Acknowledgements(facts, self.incarnation), ends)
                 links.world = self
         self.driver = WatchedDriver(
-            self.weather.settings,
+            self.conditions.settings,
             links,
             incarnation=self.incarnation,
             stored=None if self.stores is None else self._open_stores(self.stores, facts),
@@ -199,7 +199,7 @@ class RuntimeWorld(World):
         elsewhere = () if isinstance(links, LocalLink) else facts
         driven = Driven(config, agreement, self.driver, elsewhere)
         self.facade: Cache | Offload
-        self.facade = Cache(driven) if self.weather.managed else Offload(driven)
+        self.facade = Cache(driven) if self.conditions.managed else Offload(driven)
         if self.driver.stored is not None:
             for tier in self.driver.stored.tiers:
                 self.driver.switch_tier_off(tier, STARTING)
@@ -248,15 +248,15 @@ class RuntimeWorld(World):
         """A message with a report reaches the owner."""
         if self.closing:
             return
-        told = decode_report(report)
-        if told.life != self.ranks.processes[told.rank].facts.life:
+        reported = decode_report(report)
+        if reported.life != self.ranks.processes[reported.rank].facts.life:
             self.note("report from an earlier life")
         self.facade.ranks.receive(report)
         self.call_owner()
 
     def process_gone(self, rank: int) -> None:
         """A process has ended, for whatever reason."""
-        self.storm.gone(rank)
+        self.injector.gone(rank)
 
     def connect_again(self, process: RankProcess) -> None:
         """A rank that was started anew tells its facts."""
@@ -330,7 +330,7 @@ class RuntimeWorld(World):
             self.ranks.hear(event)
         elif isinstance(event, ev.RankLost):
             if event.rank not in self.ranks.lost:
-                self.storm.bury(event.rank)
+                self.injector.bury(event.rank)
             self.ranks.lose(event.rank)
             self.engine.rank_died()
         elif isinstance(event, ev.RankBack):

@@ -137,13 +137,13 @@ class WorldlyBlobs(LyingBlobs):
 class SharedWorld:
     """One seed's world."""
 
-    def __init__(self, seed: int, *, teller: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, *, log: Callable[[str], None] | None = None) -> None:
         self.rng = rng = Random(seed)
         self.now = 0.0
         self.events: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self._teller = teller
+        self._log = log
         self.server = DrawnServer()
         self._healthy = rng.random() < 0.15
         self._lie_rate = 0.0 if self._healthy else rng.choice((0.0, 0.05, 0.15, 0.3))
@@ -208,8 +208,8 @@ class SharedWorld:
 
     def tell(self, line: str) -> None:
         """Tells whoever listens."""
-        if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  {line}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  {line}")
 
     def _open(self, engine: SimulatedEngine) -> None:
         blobs = WorldlyBlobs(
@@ -448,8 +448,8 @@ class SharedWorld:
         engine.give_back(rank, job.slots)
 
     def _was_damaged(self) -> bool:
-        told = {lie for client in self._clients for lie in client.told}
-        return bool(self._rotten) or bool(told & DAMAGES)
+        reported = {lie for client in self._clients for lie in client.reported}
+        return bool(self._rotten) or bool(reported & DAMAGES)
 
     # ---------------------------------------------------------------- what befalls the store
 
@@ -565,7 +565,7 @@ class SharedWorld:
 
     def _count_lies(self) -> None:
         for client in self._clients:
-            for lie, count in client.told.items():
+            for lie, count in client.reported.items():
                 self.faults[lie.value] += count
 
     def _share(self, writer: SimulatedEngine, text: int) -> None:

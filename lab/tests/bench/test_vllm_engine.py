@@ -38,9 +38,9 @@ def test_a_request_to_end_the_benchmark_ends_what_it_has_started() -> None:
         assert program.stdout.readline() == "running\n"
 
         program.send_signal(signal.SIGTERM)
-        told, _ = program.communicate(timeout=300)
+        reported, _ = program.communicate(timeout=300)
 
-    assert told == "engines ended\n"
+    assert reported == "engines ended\n"
     assert program.returncode == 128 + signal.SIGTERM
 
 
@@ -89,8 +89,10 @@ def a_round(scheduler_s: float, *, ttft_s: float = 0.1, tokens: int = 32) -> Rou
     )
 
 
-@pytest.mark.parametrize(("rounds", "told"), [(3, 0), (5, 0), (6, 1), (9, 1)])
-def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, told: int) -> None:
+@pytest.mark.parametrize(("rounds", "reported"), [(3, 0), (5, 0), (6, 1), (9, 1)])
+def test_an_interval_is_told_where_there_are_rounds_enough_for_one(
+    rounds: int, reported: int
+) -> None:
     report = BenchReport(version="0", command="lab bench vllm")
     sides = {"no-connector": 0.001, "vllm-offloading": 0.004, "penstock": 0.002}
     measured = {side: [a_round(spent_s)] * rounds for side, spent_s in sides.items()}
@@ -100,7 +102,7 @@ def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, 
     names = [ratio.name for ratio in report.document().ratios]
     compared = "scheduler and connector a step against vllm-offloading"
     assert names.count(compared) == 1
-    assert names.count(f"{compared}, low end of the 95 % interval") == told
+    assert names.count(f"{compared}, low end of the 95 % interval") == reported
 
 
 def test_chats_are_compared_by_their_first_tokens_with_every_other_side() -> None:

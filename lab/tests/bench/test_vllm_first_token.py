@@ -52,6 +52,6 @@ def test_only_what_the_worker_did_while_a_request_waited_counts_for_it() -> None
 def test_the_slowest_of_all_rounds_are_told_with_their_round() -> None:
     rounds = [[answered_in(0.3), answered_in(0.9)], [answered_in(1.4, request=1)], []]
 
-    told = slowest(rounds, most=2)
+    reported = slowest(rounds, most=2)
 
-    assert [each.split(":")[0] for each in told] == ["round 2, 1.40 s", "round 1, 0.90 s"]
+    assert [each.split(":")[0] for each in reported] == ["round 2, 1.40 s", "round 1, 0.90 s"]

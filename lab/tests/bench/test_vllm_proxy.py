@@ -53,8 +53,8 @@ def serving(name: str) -> Iterator[Recorded]:
                 self.wfile.write(json.dumps({"kv_transfer_params": PARAMS}).encode())
                 return
             for number in range(body["max_tokens"]):
-                told = {"tokens": [f"w{number}"], "token_logprobs": [-0.5]}
-                part = {"choices": [{"logprobs": told}]}
+                reported = {"tokens": [f"w{number}"], "token_logprobs": [-0.5]}
+                part = {"choices": [{"logprobs": reported}]}
                 self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002

@@ -87,8 +87,8 @@ class Ends:
         return True
 
     def _keep(self, state: State) -> None:
-        parties = enumerate(state[: len(self._world.casting.names)])
-        self.found.add(tuple(self._world.casting.actor(*party).freeze() for party in parties))
+        parties = enumerate(state[: len(self._world.parties.names)])
+        self.found.add(tuple(self._world.parties.actor(*party).freeze() for party in parties))
 
 
 @pytest.mark.parametrize("small", [*REDUCED, *long(*REDUCED_LONG)], ids=lambda small: small.says)

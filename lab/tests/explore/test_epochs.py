@@ -19,7 +19,7 @@ from lab.tests.explore.epoch_checks import (
     serve_what_was_stopped,
     stop_later_claims,
 )
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.faults import Budget
 from lab.worlds.moves import NO_FAULT, Move
 from lab.worlds.prefill import PrefillRankActor
@@ -99,8 +99,8 @@ class Waiting:
 
     def moves(self, state: State) -> object:
         moves = self._moves(state)
-        deeds = [self._world.casting.deeds[m.deed] for m in moves if m.fault == NO_FAULT]
-        if moves and all(isinstance(deed, do.Expire) for deed in deeds):
+        actions = [self._world.parties.actions[m.action] for m in moves if m.fault == NO_FAULT]
+        if moves and all(isinstance(action, do.Expire) for action in actions):
             self.states.append(state)
         return moves
 
@@ -119,8 +119,8 @@ def waiting_states(world: HandoffWorld) -> list[State]:
 
 
 def scheduler_of(world: HandoffWorld, name: str, state: State) -> SchedulerActor[Any]:
-    place = world.casting.place[name]
-    actor = world.casting.actor(place, state[place])
+    place = world.parties.place[name]
+    actor = world.parties.actor(place, state[place])
     assert isinstance(actor, SchedulerActor)
     return actor
 
@@ -135,8 +135,8 @@ def is_delivered_after_resends(world: HandoffWorld, state: State) -> bool:
         patient = [
             move
             for move in usual
-            if not isinstance(deed := world.casting.deeds[move.deed], do.Expire)
-            or deed.timer[0] in ("resend", "notice")
+            if not isinstance(action := world.parties.actions[move.action], do.Expire)
+            or action.timer[0] in ("resend", "notice")
         ]
         move = min(patient, key=lambda move: taken[move])
         taken[move] += 1

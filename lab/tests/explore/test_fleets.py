@@ -50,8 +50,8 @@ def run(world: FleetWorld, choose: Callable[[FleetState, FleetMove], bool]) -> F
 
 def outcomes(world: FleetWorld, state: FleetState, pair: int) -> list[str]:
     """How the handoffs of a pair ended for its decode engine."""
-    place = world.inside.casting.place[DECODE]
-    actor = world.inside.casting.actor(place, state.pairs[pair][place])
+    place = world.inside.parties.place[DECODE]
+    actor = world.inside.parties.actor(place, state.pairs[pair][place])
     return [outcome.value for outcome in actor.ended.values()]  # type: ignore[attr-defined]
 
 

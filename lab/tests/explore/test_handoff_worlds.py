@@ -127,7 +127,7 @@ def test_what_is_worked_out_once_is_all_that_decides() -> None:
     world = small("memo", budget=Budget(loss=1, withdraw=1)).make()
     explore(world)
 
-    for memo in world.casting.memos:
+    for memo in world.parties.memos:
         memo.check_completeness()
 
 

@@ -51,7 +51,7 @@ class Rank(NamedTuple):
 
 class Instance(NamedTuple):
     ranks: tuple[Rank, ...] = (Rank(), Rank())
-    told: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
     """What the engine was told to be finished."""
 
 
@@ -113,8 +113,8 @@ class Prefill(PlainWorld[Instance, tuple[int, str]]):
             return state._replace(ranks=ranks)
         if places == {Place.FINISH}:
             # The reports of the ranks are merged, and the id of the first one is taken.
-            told = (*state.told, state.ranks[0].groups[0][0])
-            return Instance(ranks=tuple(map(self._next, state.ranks)), told=told)
+            reported = (*state.reported, state.ranks[0].groups[0][0])
+            return Instance(ranks=tuple(map(self._next, state.ranks)), reported=reported)
         return state
 
     def _next(self, rank: Rank) -> Rank:
@@ -124,7 +124,7 @@ class Prefill(PlainWorld[Instance, tuple[int, str]]):
         return rank._replace(groups=rank.groups[1:], place=Place.IDLE)
 
     def check(self, state: Instance) -> None:
-        for request in state.told:
+        for request in state.reported:
             lacking = [str(n) for n, rank in enumerate(state.ranks) if request not in rank.sent]
             if lacking:
                 raise Violation(
@@ -132,7 +132,7 @@ class Prefill(PlainWorld[Instance, tuple[int, str]]):
                 )
 
     def finished(self, state: Instance) -> bool:
-        return sorted(state.told) == sorted(SIGNALLED)
+        return sorted(state.reported) == sorted(SIGNALLED)
 
     def tell(self, state: Instance, move: tuple[int, str]) -> str:
         number, what = move

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.explore import FindingKind
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds import moves
 from lab.worlds.faults import Budget
 from lab.worlds.moves import MoveKind
@@ -104,7 +104,7 @@ def test_a_write_whose_handle_is_released_is_found_in_a_berth_that_has_another_p
 ) -> None:
     writes_of = moves._writes_of
 
-    def drop_posted(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Deed]]:
+    def drop_posted(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Action]]:
         yield from writes_of(actor)
         for write, posting in sorted(actor.writes.items()):
             if posting.abandoned and posting.phase is Phase.POSTED:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lab.explore import FindingKind
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.faults import Budget
 from lab.worlds.moves import MoveKind
 from lab.worlds.worlds import Small
@@ -35,9 +35,9 @@ def test_what_was_on_its_way_is_lost_and_both_sides_greet() -> None:
     world = ONE.make()
     state = world.begin()
     for move in world.moves(state):
-        if world.casting.deeds[move.deed] == do.Claim("a", 1):
+        if world.parties.actions[move.action] == do.Claim("a", 1):
             state = world.step(state, move)
-    along = world.casting.routes.index(("D", "P"))
+    along = world.parties.routes.index(("D", "P"))
     assert state[world.channels[along]]
     (lost,) = (
         move
@@ -51,8 +51,8 @@ def test_what_was_on_its_way_is_lost_and_both_sides_greet() -> None:
         state = world.step(state, greets[0])
 
     for route in (("D", "P"), ("P", "D")):
-        queue = world.casting.queues[state[world.channels[world.casting.routes.index(route)]]]
-        (greeting,) = (world.casting.messages[number] for number in queue)
+        queue = world.parties.queues[state[world.channels[world.parties.routes.index(route)]]]
+        (greeting,) = (world.parties.messages[number] for number in queue)
         assert isinstance(greeting, Hello)
     assert "lose their connection" in world.tell(state, lost)
 

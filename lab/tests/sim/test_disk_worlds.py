@@ -52,7 +52,7 @@ def test_five_thousand_worlds_see_everything_and_find_nothing() -> None:
 def test_a_seed_tells_the_same_story_every_time() -> None:
     stories: list[list[str]] = [[], []]
     for lines in stories:
-        DiskWorld(11, teller=lines.append).run()
+        DiskWorld(11, log=lines.append).run()
 
     assert stories[0] == stories[1]
 
@@ -145,9 +145,9 @@ def plant_early_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def end_silently(self: JobBoard, save: SaveInHand) -> None:
         ended = len(self.ended)
-        told = any(each.ticket == save.job.ticket for each in self.ended) or not save.nbytes
+        reported = any(each.ticket == save.job.ticket for each in self.ended) or not save.nbytes
         end_save(self, save)
-        if told and save.load is None:
+        if reported and save.load is None:
             del self.ended[ended:]
 
     monkeypatch.setattr(DiskThreads, "_plan", plan_and_report)

@@ -22,7 +22,7 @@ BATCH = 50
 
 def story_of(seed: int) -> list[str]:
     lines: list[str] = []
-    HandoffSimulation(seed, teller=lines.append).run()
+    HandoffSimulation(seed, log=lines.append).run()
     return lines
 
 
@@ -85,8 +85,8 @@ def test_there_are_worlds_of_eight_by_eight_ranks_with_two_prompts() -> None:
 
 
 def test_a_calm_world_delivers_everything_however_bad_its_network() -> None:
-    calm = [world for world in map(HandoffSimulation, range(120)) if world.weather.calm]
-    bad = [world for world in calm if world.weather.loss > 0.1]
+    calm = [world for world in map(HandoffSimulation, range(120)) if world.conditions.calm]
+    bad = [world for world in calm if world.conditions.loss > 0.1]
 
     for world in bad:
         world.run()

@@ -25,7 +25,7 @@ BATCH = 45
 
 def story_of(seed: int) -> list[str]:
     lines: list[str] = []
-    PairsSimulation(seed, teller=lines.append).run()
+    PairsSimulation(seed, log=lines.append).run()
     return lines
 
 
@@ -62,7 +62,7 @@ def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
 
 
 def test_there_are_worlds_of_two_prefill_and_two_decode_instances_and_of_others() -> None:
-    weathers = [PairsSimulation(seed).weather for seed in range(200)]
+    weathers = [PairsSimulation(seed).conditions for seed in range(200)]
 
     shapes = {(len(each.prefill_ranks), len(each.decode_ranks)) for each in weathers}
     assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}

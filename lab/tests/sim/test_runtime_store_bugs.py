@@ -16,7 +16,7 @@ from penstock.store.server import StoreServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lab.sim.weather import Weather
+    from lab.sim.conditions import Conditions
 
 SEEDS = range(150, 350)
 """One in four has a store; none of them finds anything without a planted bug."""
@@ -27,13 +27,13 @@ Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 class StormyWorld(RuntimeWorld):
     """A world in which a store has more trouble than most: bugs of that kind are found sooner."""
 
-    def _draw_weather(self) -> Weather:
-        weather = super()._draw_weather()
-        if weather.store is None:
-            return weather
-        store = replace(weather.store, death=0.08, hang=1.0, repeat=0.8, neighbour=0.2)
+    def _draw_conditions(self) -> Conditions:
+        conditions = super()._draw_conditions()
+        if conditions.store is None:
+            return conditions
+        store = replace(conditions.store, death=0.08, hang=1.0, repeat=0.8, neighbour=0.2)
         # Tiers that become smaller leave a store less to do.
-        return replace(weather, reset=0.06, event_budget=150, store=store, sleep=0.0)
+        return replace(conditions, reset=0.06, event_budget=150, store=store, sleep=0.0)
 
 
 def first_failure(first: int) -> Failure | None:

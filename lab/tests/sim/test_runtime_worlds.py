@@ -11,7 +11,7 @@ import pytest
 from lab.fixtures.rank_channels import ChannelLinks
 from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
 from lab.sim.runtime import RuntimeWorld
-from lab.sim.runtime.weather import Way
+from lab.sim.runtime.conditions import Way
 from lab.sim.scenarios import Scenario
 from penstock.runtime import rank as rank_module
 from penstock.runtime.copy_executor import CopyExecutor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lab.sim.weather import Weather
+    from lab.sim.conditions import Conditions
     from penstock.machine.events import CopyReport
     from penstock.runtime.messages import Plan
     from penstock.vocabulary.checksums import Algorithm
@@ -43,7 +43,7 @@ Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
 def story_of(seed: int) -> list[str]:
     lines: list[str] = []
-    RuntimeWorld(seed, teller=lines.append).run()
+    RuntimeWorld(seed, log=lines.append).run()
     return lines
 
 
@@ -82,7 +82,7 @@ def test_plans_travel_in_every_way() -> None:
 
 
 def test_a_world_with_plenty_has_no_faults() -> None:
-    worlds = [world for world in map(RuntimeWorld, range(100)) if world.weather.healthy]
+    worlds = [world for world in map(RuntimeWorld, range(100)) if world.conditions.healthy]
 
     rates = ("cut", "lose", "repeat", "garble", "shutdown")
     assert worlds
@@ -179,19 +179,19 @@ PLANTED = [
 class SteadyWorld(RuntimeWorld):
     """A world whose tiers keep their size, so that ranks have more to do."""
 
-    def _draw_weather(self) -> Weather:
-        return replace(super()._draw_weather(), sleep=0.0)
+    def _draw_conditions(self) -> Conditions:
+        return replace(super()._draw_conditions(), sleep=0.0)
 
 
 class DeadlyWorld(SteadyWorld):
     """A world with faults whose ranks die often; what was sent to one arrives at its next life."""
 
-    def _draw_weather(self) -> Weather:
-        weather = super()._draw_weather()
-        if weather.healthy or self.ways.way is Way.HERE:
-            return weather
+    def _draw_conditions(self) -> Conditions:
+        conditions = super()._draw_conditions()
+        if conditions.healthy or self.ways.way is Way.HERE:
+            return conditions
         self.ways = replace(self.ways, way=Way.MESSAGES)
-        return replace(weather, death=0.1)
+        return replace(conditions, death=0.1)
 
 
 def first_failure(world: type[RuntimeWorld] = SteadyWorld, *, first: int = 0) -> Failure | None:

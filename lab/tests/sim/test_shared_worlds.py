@@ -46,7 +46,7 @@ def test_two_thousand_worlds_see_everything_and_find_nothing() -> None:
 def test_a_seed_tells_the_same_story_every_time() -> None:
     stories: list[list[str]] = [[], []]
     for lines in stories:
-        SharedWorld(3, teller=lines.append).run()
+        SharedWorld(3, log=lines.append).run()
 
     assert stories[0] == stories[1]
     assert len(stories[0]) > 20

@@ -28,7 +28,7 @@ Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 def first_failure(first: int, *, audited: bool) -> Failure | None:
     for seed in (first, *range(SEEDS_MAX)):
         world = World(seed, audited=audited)
-        if world.weather.store is None:
+        if world.conditions.store is None:
             continue
         try:
             world.run()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.sim.campaign import run_campaign, run_seeds
+from lab.sim.conditions import Plenty
 from lab.sim.scenarios import Scenario
-from lab.sim.weather import Plenty
 from lab.sim.world import World
 from penstock.cache.settings import WriteKind
 from penstock.errors import CapacityError, LeaseError, UnavailableError
@@ -33,7 +33,7 @@ def seeds_of_old_bugs() -> list[tuple[Scenario, int]]:
 
 def story_of(seed: int) -> list[str]:
     lines: list[str] = []
-    World(seed, teller=lines.append).run()
+    World(seed, log=lines.append).run()
     return lines
 
 
@@ -79,7 +79,7 @@ def test_the_events_of_a_world_lead_a_second_machine_to_the_same_state(seed: int
 
     world.machine.handle = record  # type: ignore[method-assign]
     world.run()
-    second = CacheMachine(world.weather.settings, incarnation=world.incarnation)
+    second = CacheMachine(world.conditions.settings, incarnation=world.incarnation)
     for event, now in events:
         with contextlib.suppress(CapacityError, LeaseError, UnavailableError, ValueError):
             second.handle(event, now)
@@ -88,18 +88,18 @@ def test_the_events_of_a_world_lead_a_second_machine_to_the_same_state(seed: int
 
 
 def test_the_weather_knows_worlds_of_every_kind() -> None:
-    weathers = [World(seed).weather for seed in range(400)]
+    weathers = [World(seed).conditions for seed in range(400)]
 
-    assert {weather.plenty for weather in weathers} == set(Plenty)
-    assert {weather.managed for weather in weathers} == {True, False}
-    assert {weather.settings.rank_count for weather in weathers} == {1, 2, 3}
-    assert {len(weather.settings.tiers) for weather in weathers} == {0, 1, 2, 3}
-    policies = {tier.write.kind for weather in weathers for tier in weather.settings.tiers}
+    assert {conditions.plenty for conditions in weathers} == set(Plenty)
+    assert {conditions.managed for conditions in weathers} == {True, False}
+    assert {conditions.settings.rank_count for conditions in weathers} == {1, 2, 3}
+    assert {len(conditions.settings.tiers) for conditions in weathers} == {0, 1, 2, 3}
+    policies = {tier.write.kind for conditions in weathers for tier in conditions.settings.tiers}
     assert policies == set(WriteKind) - {WriteKind.NONE}
 
 
 def test_a_world_with_plenty_has_no_faults() -> None:
-    healthy = [w for w in (World(seed).weather for seed in range(400)) if w.healthy]
+    healthy = [w for w in (World(seed).conditions for seed in range(400)) if w.healthy]
 
     rates = ("fail", "unreadable", "hang", "rot", "death", "tier_trouble", "reset", "cancel")
     assert healthy

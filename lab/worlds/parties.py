@@ -1,4 +1,4 @@
-"""All parties of a small world as numbers: local states, deeds, messages, queues.
+"""All parties of a small world as numbers: local states, actions, messages, queues.
 
 What must not break: equal values have equal numbers, and numbers are given in the order in
 which values turn up, so that a search is the same every time.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from lab.explore.memo import Memo
+from lab.worlds.actions import Receive
 from lab.worlds.decode import DecodeRankActor
-from lab.worlds.deeds import Receive
 from lab.worlds.prefill import PrefillRankActor
 from lab.worlds.scene import DECODE, PREFILL
 from lab.worlds.schedulers import DecodeSchedulerActor, PrefillSchedulerActor
@@ -18,8 +18,8 @@ from lab.worlds.schedulers import DecodeSchedulerActor, PrefillSchedulerActor
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from lab.worlds.actions import Action
     from lab.worlds.actor import Actor
-    from lab.worlds.deeds import Deed
     from lab.worlds.scene import Scene
     from penstock.handoff.protocol.messages import AnyMessage
 
@@ -59,7 +59,7 @@ def actor_of(scene: Scene, name: str) -> AnyActor:
     return (PrefillRankActor if name.startswith(PREFILL) else DecodeRankActor)(scene, name)
 
 
-class Casting:
+class Parties:
     """The parties, the channels between them, and everything that has a number."""
 
     def __init__(self, scene: Scene) -> None:
@@ -68,7 +68,7 @@ class Casting:
         self.place = {name: place for place, name in enumerate(self.names)}
         self.routes = [(name, peer) for name in self.names for peer in scene.peers_of(name)]
         self._channel = {route: channel for channel, route in enumerate(self.routes)}
-        self.deeds: Numbers[Deed] = Numbers()
+        self.actions: Numbers[Action] = Numbers()
         self.messages: Numbers[AnyMessage] = Numbers()
         self.queues: Numbers[tuple[int, ...]] = Numbers()
         assert self.queues.of(()) == EMPTY
@@ -84,8 +84,8 @@ class Casting:
             clone=lambda actor: actor.clone(),
         )
 
-    def _run(self, actor: AnyActor, deed: int) -> Said:
-        return self.numbered(actor.act(self.deeds[deed], 0.0))
+    def _run(self, actor: AnyActor, action: int) -> Said:
+        return self.numbered(actor.act(self.actions[action], 0.0))
 
     def numbered(self, messages: tuple[AnyMessage, ...]) -> Said:
         """Messages as channels and numbers."""
@@ -106,10 +106,10 @@ class Casting:
         return known
 
     def parted(self, queue: int) -> tuple[int, int]:
-        """The number of the deed of receiving the oldest message, and the queue without it."""
+        """The number of the action of receiving the oldest message, and the queue without it."""
         known = self._parted.get(queue)
         if known is None:
             oldest, *others = self.queues[queue]
-            deed = self.deeds.of(Receive(self.messages[oldest]))
-            known = self._parted[queue] = (deed, self.queues.of(tuple(others)))
+            action = self.actions.of(Receive(self.messages[oldest]))
+            known = self._parted[queue] = (action, self.queues.of(tuple(others)))
         return known

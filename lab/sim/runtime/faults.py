@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
+from lab.sim.faults import FaultInjector
+from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.neighbour import Neighbour
-from lab.sim.runtime.weather import Way
-from lab.sim.storm import Storm
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 
-class RuntimeStorm(Storm):
+class RuntimeFaultInjector(FaultInjector):
     """Deaths, cut channels, lost messages and nonsense, beside what befalls every cache."""
 
     def __init__(self, world: RuntimeWorld) -> None:
@@ -32,11 +32,11 @@ class RuntimeStorm(Storm):
         dangers = [(world.ways.garble, self._garble)]
         if world.ways.way is Way.CHANNELS:
             dangers.append((world.ways.cut, self._cut))
-        if world.weather.store is not None:
-            dangers.append((world.weather.store.hang / 8, self._store_stops))
-            dangers.append((world.weather.store.death / 2, self._store_doomed))
-            dangers.append((world.weather.store.repeat / 8, self._session_lost))
-            dangers.append((world.weather.store.neighbour / 8, self._neighbour_dies))
+        if world.conditions.store is not None:
+            dangers.append((world.conditions.store.hang / 8, self._store_stops))
+            dangers.append((world.conditions.store.death / 2, self._store_doomed))
+            dangers.append((world.conditions.store.repeat / 8, self._session_lost))
+            dangers.append((world.conditions.store.neighbour / 8, self._neighbour_dies))
         self._dangers += [danger for danger in dangers if danger[0]]
 
     def mend(self) -> None:
@@ -46,8 +46,8 @@ class RuntimeStorm(Storm):
         if world.stores is not None:
             world.stores.mend()
         for process in list(world.ranks.processes):
-            told = process.alive or process.number in world.ranks.lost
-            if world.ways.way is Way.CHANNELS and not told:
+            reported = process.alive or process.number in world.ranks.lost
+            if world.ways.way is Way.CHANNELS and not reported:
                 raise SimulationError(
                     "liveness", f"nobody was told that rank {process.number} died"
                 )
@@ -64,11 +64,11 @@ class RuntimeStorm(Storm):
     def _empty_device(self) -> None:
         """As an engine that sleeps: with the tier below, or without."""
         world = self._runtime
-        host = bool(world.weather.settings.tiers) and self._rng.random() < 0.5
+        host = bool(world.conditions.settings.tiers) and self._rng.random() < 0.5
         world.facade.sleep(host=host)
         self._give_back("")
         if host:
-            self._give_back(world.weather.settings.tiers[0].name)
+            self._give_back(world.conditions.settings.tiers[0].name)
             for rank in sorted(world.ranks.lost):
                 self._come_back(rank)
             if world.machine.is_tier_on(HUB):
@@ -155,8 +155,8 @@ class RuntimeStorm(Storm):
         return self._runtime.stores
 
     def _store_dies(self) -> None:
-        assert self._world.weather.store is not None
-        self._stores.die(power=self._rng.random() < self._world.weather.store.power)
+        assert self._world.conditions.store is not None
+        self._stores.die(power=self._rng.random() < self._world.conditions.store.power)
 
     def _store_doomed(self) -> None:
         self._stores.doom()
@@ -269,5 +269,5 @@ class RuntimeStorm(Storm):
         beyond = ((len(operation.keys), BlockFault.CORRUPT),)
         incarnation = self._runtime.incarnation
         moved = [Moved(operation.id, beyond)]
-        told = RankReport(process.number, process.facts.life, incarnation, 1, moved)
-        return encode_report(told)
+        reported = RankReport(process.number, process.facts.life, incarnation, 1, moved)
+        return encode_report(reported)

@@ -10,7 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lab.sim.handoff_weather import AMPLE_S, HandoffWeather, draw_grid, draw_handoff_weather
+from lab.sim.handoff_conditions import (
+    AMPLE_S,
+    HandoffConditions,
+    draw_grid,
+    draw_handoff_conditions,
+)
 from lab.worlds.scene import Prompt, Scene, shares
 
 if TYPE_CHECKING:
@@ -39,11 +44,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairsWeather:
+class PairsConditions:
     """All parameters of one world."""
 
     calm: bool
-    base: HandoffWeather
+    base: HandoffConditions
     """The network and the faults of each pair; its scene is not used, but for its settings."""
     prefill_ranks: tuple[int, ...]
     """The numbers of ranks of the instances that begin as prefill instances."""
@@ -65,10 +70,10 @@ class PairsWeather:
     cut_count: int
     suspicion_count: int
 
-    def pair_weather(
+    def pair_conditions(
         self, rng: Random, *, prefill_ranks: int, decode_ranks: int, prompts: dict[str, Prompt]
-    ) -> HandoffWeather:
-        """The weather of one pair of instances."""
+    ) -> HandoffConditions:
+        """The conditions of one pair of instances."""
         bounds = self.base.scene.settings.bounds
         share = pair_share(self.landing_bytes_max, self.peers_max, bounds.area_bytes, prefill_ranks)
         retired = max(bounds.area_bytes, min(bounds.retired_bytes_max, share))
@@ -105,9 +110,9 @@ def prompt_of(asked: Asked, handoff: str, *, prefill_ranks: int, decode_ranks: i
     )
 
 
-def draw_pairs_weather(rng: Random) -> PairsWeather:
-    """The weather of one seed."""
-    drawn = draw_handoff_weather(rng)
+def draw_pairs_conditions(rng: Random) -> PairsConditions:
+    """The conditions of one seed."""
+    drawn = draw_handoff_conditions(rng)
     calm = drawn.calm
     base = replace(drawn, withdraw=0.0, insistence=0.0, misrouting=0.0, preempt=0.0)
 
@@ -122,7 +127,7 @@ def draw_pairs_weather(rng: Random) -> PairsWeather:
     area_bytes = base.scene.settings.bounds.area_bytes
     # What is tight may not do for a pair with a prefill instance of two ranks.
     tightness = 4 if calm else rng.choice((1, 2, 4))
-    return PairsWeather(
+    return PairsConditions(
         calm=calm,
         base=base,
         prefill_ranks=ranks[0],

@@ -47,7 +47,7 @@ class Plenty(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreWeather:
+class StoreConditions:
     """What the store processes of one world are like, and their disks."""
 
     segment_count: int
@@ -74,7 +74,7 @@ class StoreWeather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
+class Conditions:
     """All parameters of one world. Rates are probabilities, times are seconds."""
 
     settings: CacheSettings
@@ -136,7 +136,7 @@ class Weather:
     reset: float
     misuse: float
     """The engine sends an event that makes no sense."""
-    store: StoreWeather | None = None
+    store: StoreConditions | None = None
     """Where some tiers are stored."""
     sleep: float = 0.0
     """The device's memory is given back, if nobody uses it."""
@@ -152,32 +152,32 @@ class Weather:
         return self.plenty is not Plenty.NOWHERE
 
 
-def draw_weather(rng: Random) -> Weather:
-    """The weather of one seed."""
+def draw_conditions(rng: Random) -> Conditions:
+    """The conditions of one seed."""
     own = branch(rng).getrandbits(64)
     drawn = Random(own ^ _STORE_DRAWS)
-    weather = _draw_memory(Random(own ^ _MEMORY_DRAWS), _draw_without_stores(rng))
-    if weather.healthy or len(weather.settings.tiers) < 2 or drawn.random() < 0.5:
-        return weather
-    settings = _with_stored_tiers(drawn, weather.settings)
+    conditions = _draw_memory(Random(own ^ _MEMORY_DRAWS), _draw_without_stores(rng))
+    if conditions.healthy or len(conditions.settings.tiers) < 2 or drawn.random() < 0.5:
+        return conditions
+    settings = _with_stored_tiers(drawn, conditions.settings)
     # Ranks that die and resets that come while a store is at work: rare, if each is drawn alone.
     return replace(
-        weather,
+        conditions,
         settings=settings,
         store=_draw_store(drawn, settings),
-        death=max(weather.death, drawn.choice((0.0, 0.0, 0.06))),
-        reset=max(weather.reset, drawn.choice((0.0, 0.0, 0.06))),
+        death=max(conditions.death, drawn.choice((0.0, 0.0, 0.06))),
+        reset=max(conditions.reset, drawn.choice((0.0, 0.0, 0.06))),
     )
 
 
-def _draw_memory(rng: Random, weather: Weather) -> Weather:
-    """The same weather, where the device may be given back."""
-    if weather.healthy or rng.random() < 0.6:
-        return weather
-    return replace(weather, sleep=rng.choice((0.0, 0.2)))
+def _draw_memory(rng: Random, conditions: Conditions) -> Conditions:
+    """The same conditions, where the device may be given back."""
+    if conditions.healthy or rng.random() < 0.6:
+        return conditions
+    return replace(conditions, sleep=rng.choice((0.0, 0.2)))
 
 
-def _draw_without_stores(rng: Random) -> Weather:
+def _draw_without_stores(rng: Random) -> Conditions:
     managed = rng.random() < 0.7
     plenty = Plenty.NOWHERE
     if rng.random() < 0.2:
@@ -199,7 +199,7 @@ def _draw_without_stores(rng: Random) -> Weather:
     def habit(chance: float, most: float) -> float:
         return rng.uniform(0.0, most) if rng.random() < chance else 0.0
 
-    return Weather(
+    return Conditions(
         settings=settings,
         plenty=plenty,
         event_budget=rng.randint(46, 72),
@@ -267,18 +267,18 @@ def _with_stored_tiers(rng: Random, settings: CacheSettings) -> CacheSettings:
     )
 
 
-def without_stores(weather: Weather) -> Weather:
-    """The same weather where every tier is memory of the ranks."""
-    tiers = tuple(replace(tier, stored=False) for tier in weather.settings.tiers)
-    return replace(weather, settings=replace(weather.settings, tiers=tiers), store=None)
+def without_stores(conditions: Conditions) -> Conditions:
+    """The same conditions where every tier is memory of the ranks."""
+    tiers = tuple(replace(tier, stored=False) for tier in conditions.settings.tiers)
+    return replace(conditions, settings=replace(conditions.settings, tiers=tiers), store=None)
 
 
-def _draw_store(rng: Random, settings: CacheSettings) -> StoreWeather:
+def _draw_store(rng: Random, settings: CacheSettings) -> StoreConditions:
     def fault(chance: float, most: float) -> float:
         return rng.uniform(0.0, most) if rng.random() < chance else 0.0
 
     timeout_s = settings.operation_timeout_s
-    return StoreWeather(
+    return StoreConditions(
         segment_count=rng.randint(2, 5),
         segment_places=rng.randint(1, 4),
         pace_s=timeout_s * rng.choice((0.005, 0.02, 0.1)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.faults import Fault
 from lab.worlds.moves import NO_FAULT, MoveKind
 from penstock.handoff.protocol.grid import Grid
@@ -62,35 +62,35 @@ _SHOWN = (
 
 def describe(world: HandoffWorld, state: State, move: Move) -> str:
     """A move as one line."""
-    casting = world.casting
+    parties = world.parties
     fault = "" if move.fault == NO_FAULT else f"FAULT {Fault(move.fault).name.lower()}: "
     if move.kind in _CHANNEL_WORDS:
-        channel = move.place - len(casting.names)
-        sender, target = casting.routes[channel]
-        message = casting.messages[casting.queues[state[move.place]][0]]
+        channel = move.place - len(parties.names)
+        sender, target = parties.routes[channel]
+        message = parties.messages[parties.queues[state[move.place]][0]]
         return f"{fault}{target} {_CHANNEL_WORDS[move.kind]} {sender}: {in_short(message)}"
     if move.kind is MoveKind.RECONNECT:
         one, other = world.link_of(move.place)
         return f"{fault}{one} and {other} lose their connection, and open another"
-    name = casting.names[move.place]
+    name = parties.names[move.place]
     if move.kind is MoveKind.CRASH:
         return f"{fault}{name} dies, and begins again"
-    deed = casting.deeds[move.deed]
+    action = parties.actions[move.action]
     spoiled = " with wrong bytes" if move.kind is MoveKind.SPOIL else ""
-    haunting = "ghost lands" if move.kind is MoveKind.HAUNT else _WORDS[type(deed)]
-    return f"{fault}{name} {haunting}{spoiled} {in_short(deed)}".rstrip()
+    haunting = "ghost lands" if move.kind is MoveKind.HAUNT else _WORDS[type(action)]
+    return f"{fault}{name} {haunting}{spoiled} {in_short(action)}".rstrip()
 
 
 def in_short(value: msgspec.Struct) -> str:
-    """A message or deed, with what matters in it."""
+    """A message or action, with what matters in it."""
     parts = []
     for name in value.__struct_fields__:
         content = getattr(value, name)
-        if isinstance(value, do.Deed):  # type: ignore[arg-type, misc, unused-ignore]
+        if isinstance(value, do.Action):  # type: ignore[arg-type, misc, unused-ignore]
             parts.append(_content(content))
         elif name in _SHOWN and content not in (b"", ""):
             parts.append(f"{name}={_content(content)}")
-    said = "" if isinstance(value, do.Deed) else type(value).__name__  # type: ignore[arg-type, misc, unused-ignore]
+    said = "" if isinstance(value, do.Action) else type(value).__name__  # type: ignore[arg-type, misc, unused-ignore]
     return " ".join(filter(None, (said, *parts)))
 
 

@@ -1,4 +1,4 @@
-"""Events, effects and weather in words short enough for one line each.
+"""Events, effects and conditions in words short enough for one line each.
 
 Keys are shown by their first four hexadecimal digits, operations by epoch and sequence, and
 fields that are empty or have their default value not at all.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from lab.sim.weather import Weather
+    from lab.sim.conditions import Conditions
 
 
 def describe(value: msgspec.Struct) -> str:
@@ -34,24 +34,24 @@ def describe(value: msgspec.Struct) -> str:
     return f"{type(value).__name__} {' '.join(parts)}".rstrip()
 
 
-def describe_weather(weather: Weather) -> Iterator[str]:
+def describe_conditions(conditions: Conditions) -> Iterator[str]:
     """A world's parameters, as lines."""
-    settings = weather.settings
+    settings = conditions.settings
     yield (
-        f"plenty={weather.plenty.value} ranks={settings.rank_count} "
+        f"plenty={conditions.plenty.value} ranks={settings.rank_count} "
         f"groups={settings.group_count} block_tokens={settings.block_tokens} "
         f"operation_blocks_max={settings.operation_blocks_max} "
         f"operation_timeout_s={settings.operation_timeout_s}"
     )
     if settings.device is None:
-        yield f"device: {weather.engine_slots} slots a group, managed by the engine"
+        yield f"device: {conditions.engine_slots} slots a group, managed by the engine"
     for tier in (*filter(None, [settings.device]), *settings.tiers):
         yield (
             f"{tier.name}: {tier.slot_count} slots, {tier.eviction}, "
             f"{tier.write.kind.value}({tier.write.hits}), free from {tier.low_slots} to "
             f"{tier.high_slots}, quotas {dict(tier.quotas)}"
         )
-    drawn = {field.name: getattr(weather, field.name) for field in fields(weather)}
+    drawn = {field.name: getattr(conditions, field.name) for field in fields(conditions)}
     rates = {name: value for name, value in drawn.items() if isinstance(value, float) and value}
     yield "rates: " + " ".join(f"{name}={value:.3f}" for name, value in rates.items())
 

@@ -1,6 +1,6 @@
 """What befalls a world: deaths, tiers that go off, resets, rot, reports from nowhere.
 
-Each step of the engine may bring any of it, at the rates of the weather. The end of each
+Each step of the engine may bring any of it, at the rates of the conditions. The end of each
 trouble is put on the agenda when it begins; `mend` brings the rest to an end.
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lab.sim.checkers import SimulationError
-from lab.sim.telling import describe
-from lab.sim.weather import AMPLE_SLOTS
+from lab.sim.conditions import AMPLE_SLOTS
+from lab.sim.descriptions import describe
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 _NO_LEASE = LeaseId(10_000)
 
 
-class Storm:
+class FaultInjector:
     """Everything that happens to the cache without the engine's doing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._rng = world.rng
-        weather = world.weather
-        self._tier_count = 1 + len(weather.settings.tiers)
+        conditions = world.conditions
+        self._tier_count = 1 + len(conditions.settings.tiers)
         self._dangers = [
             (rate, strike)
             for rate, strike in (
-                (weather.stray, self._stray_report),
-                (weather.rot, self._rot),
-                (weather.death, self._die),
-                (weather.tier_trouble, self._tier_off),
-                (weather.reset, self._reset),
-                (weather.misuse, self._misuse),
-                (weather.discover, self._discover),
-                (weather.sleep, self._sleep),
-                (0.0 if weather.store is None else weather.store.death, self._store_dies),
-                (0.0 if weather.store is None else weather.store.full, self._store_full),
-                (0.0 if weather.store is None else weather.store.neighbour, self._neighbour),
+                (conditions.stray, self._stray_report),
+                (conditions.rot, self._rot),
+                (conditions.death, self._die),
+                (conditions.tier_trouble, self._tier_off),
+                (conditions.reset, self._reset),
+                (conditions.misuse, self._misuse),
+                (conditions.discover, self._discover),
+                (conditions.sleep, self._sleep),
+                (0.0 if conditions.store is None else conditions.store.death, self._store_dies),
+                (0.0 if conditions.store is None else conditions.store.full, self._store_full),
+                (0.0 if conditions.store is None else conditions.store.neighbour, self._neighbour),
             )
             if rate
         ]
@@ -62,7 +62,7 @@ class Storm:
     def begin(self) -> None:
         """A world may begin with tiers that an earlier life of the engine has filled."""
         world = self._world
-        if world.weather.warm:
+        if world.conditions.warm:
             for _ in range(self._rng.randint(1, 3)):
                 text = world.library.next_text()
                 world.library.remember(text)
@@ -125,7 +125,7 @@ class Storm:
     def _sleep(self) -> None:
         """The device's memory goes back to the system, when nobody uses it: its bytes are gone."""
         world = self._world
-        if world.books.leases or world.machine.operations or not world.weather.managed:
+        if world.books.leases or world.machine.operations or not world.conditions.managed:
             return
         world.note("device emptied")
         self._empty_device()
@@ -159,7 +159,7 @@ class Storm:
             world.ranks.fence(tier)
         world.ranks.off.add(tier)
         world.note("tier off, fenced" if fenced else "tier off, not fenced")
-        world.send(ev.TierOff(tier=tier, fenced=fenced, why="weather"))
+        world.send(ev.TierOff(tier=tier, fenced=fenced, why="conditions"))
         if not fenced and self._rng.random() < 0.3:
             world.after(self._a_while(), self._fence_later, tier)
         world.after(self._a_while(), self._tier_on, tier)
@@ -194,8 +194,8 @@ class Storm:
         if not living:
             return
         store = self._rng.choice(living)
-        assert world.weather.store is not None
-        power = self._rng.random() < world.weather.store.power
+        assert world.conditions.store is not None
+        power = self._rng.random() < world.conditions.store.power
         world.note("store loses power" if power else "store is killed")
         world.tell("the store of tier %d dies", store.tier)
         store.die(power=power)
@@ -251,7 +251,7 @@ class Storm:
             tier
             for tier in world.books.lower_tiers()
             if tier.index not in world.ranks.off
-            and (not world.weather.healthy or tier.pool.slot_count == AMPLE_SLOTS)
+            and (not world.conditions.healthy or tier.pool.slot_count == AMPLE_SLOTS)
         ]
         if not tiers:
             return
@@ -289,7 +289,7 @@ class Storm:
         world.epoch += 1
         world.model.known.clear()
         world.model.arriving.clear()
-        world.send(ev.Reset(why="weather"))
+        world.send(ev.Reset(why="conditions"))
         for store in world.ranks.stores.values():
             store.void()
         for request in world.engine.waiting():
@@ -327,7 +327,7 @@ class Storm:
     def _nonsense(self) -> list[ev.Event]:
         world = self._world
         keys = world.library.all_keys(world.library.fresh_text("nonsense", 99))[:2]
-        groups = world.weather.settings.group_count
+        groups = world.conditions.settings.group_count
         slots = np.zeros((groups, 2), dtype=np.int32)
         events: list[ev.Event] = [
             ev.Grow(lease=_NO_LEASE, token_count=1),
@@ -387,4 +387,4 @@ class Storm:
         return events
 
     def _a_while(self) -> float:
-        return self._rng.uniform(0.0, 1.0) * self._world.weather.settings.operation_timeout_s
+        return self._rng.uniform(0.0, 1.0) * self._world.conditions.settings.operation_timeout_s

@@ -32,7 +32,7 @@ _LARGE_RANK_COUNT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffWeather:
+class HandoffConditions:
     """All parameters of one world. Rates are probabilities, times are seconds."""
 
     calm: bool
@@ -79,8 +79,8 @@ class HandoffWeather:
     """Whether a fence holds only when the writer is dead; otherwise it shuts a living one out."""
 
 
-def draw_handoff_weather(rng: Random) -> HandoffWeather:
-    """The weather of one seed."""
+def draw_handoff_conditions(rng: Random) -> HandoffConditions:
+    """The conditions of one seed."""
     # Of its own, so that seeds of worlds with a quick link show what they always did.
     link = Random()
     link.setstate(rng.getstate())
@@ -97,7 +97,7 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
         drawn = rng.randint(1, most) if rng.random() < chance else 0
         return 0 if calm else drawn
 
-    return HandoffWeather(
+    return HandoffConditions(
         calm=calm,
         scene=scene,
         delay_s=rng.choice((0.001, 0.01, 0.1)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.worlds import deeds as do
+from lab.worlds import actions as do
 from lab.worlds.scene import DECODE, PREFILL
 from penstock.handoff.protocol.identity import Life
 
@@ -17,8 +17,8 @@ _SEEN_S = 0.1
 """The death of a colleague is seen within this."""
 
 
-class HandoffStorm:
-    """Where the weather strikes."""
+class HandoffFaultInjector:
+    """Where the conditions strikes."""
 
     def __init__(self, world: HandoffWorld) -> None:
         self._world = world
@@ -26,12 +26,12 @@ class HandoffStorm:
 
     def begin(self) -> None:
         """Puts everything that will befall the world on its agenda."""
-        weather = self._world.weather
-        span_s = 2.0 + weather.gap_s * len(weather.scene.prompts)
+        conditions = self._world.conditions
+        span_s = 2.0 + conditions.gap_s * len(conditions.scene.prompts)
         for count, strike in (
-            (weather.crash_count, self._crash),
-            (weather.partition_count, self.part),
-            (weather.suspicion_count, self.suspect),
+            (conditions.crash_count, self._crash),
+            (conditions.partition_count, self.part),
+            (conditions.suspicion_count, self.suspect),
         ):
             for _ in range(count):
                 self._world.after(self._rng.uniform(0.0, span_s), strike)
@@ -82,7 +82,7 @@ class HandoffStorm:
         """The two engines do not hear each other for a while, and may suspect each other."""
         world = self._world
         duration_s = self._rng.expovariate(1.0)
-        if world.weather.long_cut:
+        if world.conditions.long_cut:
             world.note("long cut")
             duration_s = 10.0 + min(20.0, 10.0 * duration_s)
         world.network.cut(duration_s)

@@ -1,7 +1,7 @@
 """Everything that can happen to one party of a handoff, as values.
 
-A deed is given to one party and says all that matters about it, so that the explorer can
-remember what came of it, and a story can be told from deeds alone.
+A action is given to one party and says all that matters about it, so that the explorer can
+remember what came of it, and a story can be told from actions alone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class RelayDeath(msgspec.Struct, frozen=True):
 
 
 class Many(msgspec.Struct, frozen=True):
-    """Several deeds in one step of an engine: its requests are served in batches."""
+    """Several actions in one step of an engine: its requests are served in batches."""
 
-    deeds: tuple[Deed, ...]
+    actions: tuple[Action, ...]
 
 
 # ------------------------------------------------------------------ prefill
@@ -191,7 +191,7 @@ class Withdraw(msgspec.Struct, frozen=True):
     handoff: str
 
 
-Deed = (
+Action = (
     Receive
     | Expire
     | Introduce

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lab.sim.weather import branch, draw_weather
+from lab.sim.conditions import branch, draw_conditions
 from penstock.cache.settings import WriteKind, WritePolicy
 
 if TYPE_CHECKING:
     from random import Random
 
-    from lab.sim.weather import StoreWeather, Weather
+    from lab.sim.conditions import Conditions, StoreConditions
 
 
 class Way(Enum):
@@ -28,7 +28,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """All that is drawn for the runtime, beside the weather of the cache."""
+    """All that is drawn for the runtime, beside the conditions of the cache."""
 
     way: Way
     delay_s: float
@@ -57,65 +57,65 @@ class Ways:
     """How long it then waits for those that write blocks down."""
 
 
-def _with_a_busy_store(rng: Random, weather: Weather, store: StoreWeather) -> Weather:
-    """The same weather where a store has more to do, and is there more often."""
+def _with_a_busy_store(rng: Random, conditions: Conditions, store: StoreConditions) -> Conditions:
+    """The same conditions where a store has more to do, and is there more often."""
     through = WritePolicy(kind=WriteKind.WRITE_THROUGH)
     late = branch(rng)
     tiers = tuple(
         replace(tier, write=through) if rng.random() < 0.6 else tier
-        for tier in weather.settings.tiers
+        for tier in conditions.settings.tiers
     )
     return replace(
-        weather,
-        settings=replace(weather.settings, tiers=tiers),
+        conditions,
+        settings=replace(conditions.settings, tiers=tiers),
         # A block needs some steps to go down to a store, and up again.
-        event_budget=2 * weather.event_budget,
-        prefetch=max(weather.prefetch, rng.choice((0.0, 0.5, 0.9))),
+        event_budget=2 * conditions.event_budget,
+        prefetch=max(conditions.prefetch, rng.choice((0.0, 0.5, 0.9))),
         alphabet=rng.choice((1, 2, 3)),
         store=replace(
             store,
             death=store.death / 3,
             full=store.full / 8,
-            late_s=late.choice((0.0, 0.0, 0.5, 4.0)) * weather.settings.operation_timeout_s,
+            late_s=late.choice((0.0, 0.0, 0.5, 4.0)) * conditions.settings.operation_timeout_s,
         ),
     )
 
 
-def draw_runtime_weather(rng: Random) -> tuple[Weather, Ways]:
-    """The weather of one seed.
+def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
+    """The conditions of one seed.
 
     Tiers do not go off by themselves here, and copies do not fail without a cause: the movers
     are the real ones.
     """
-    weather = replace(draw_weather(rng), stray=0.0, tier_trouble=0.0)
-    if weather.store is not None:
-        weather = _with_a_busy_store(rng, weather, weather.store)
+    conditions = replace(draw_conditions(rng), stray=0.0, tier_trouble=0.0)
+    if conditions.store is not None:
+        conditions = _with_a_busy_store(rng, conditions, conditions.store)
 
     def fault(chance: float, most: float) -> float:
         drawn = rng.uniform(0.0, most) if rng.random() < chance else 0.0
-        return 0.0 if weather.healthy else drawn
+        return 0.0 if conditions.healthy else drawn
 
-    one = weather.settings.rank_count == 1
+    one = conditions.settings.rank_count == 1
     way = rng.choice(
         (Way.HERE, Way.CHANNELS, Way.MESSAGES) if one else (Way.CHANNELS, Way.MESSAGES)
     )
     ways = Ways(
         way=way,
-        delay_s=rng.choice((0.1, 1.0)) * weather.settings.operation_timeout_s / 80,
-        owner_s=weather.settings.operation_timeout_s
-        / (40 if weather.healthy else rng.choice((40, 40, 8))),
+        delay_s=rng.choice((0.1, 1.0)) * conditions.settings.operation_timeout_s / 80,
+        owner_s=conditions.settings.operation_timeout_s
+        / (40 if conditions.healthy else rng.choice((40, 40, 8))),
         window_frames=rng.choice((1, 2, 64)),
-        step_blocks=64 if weather.healthy else rng.choice((1, 2, 64)),
+        step_blocks=64 if conditions.healthy else rng.choice((1, 2, 64)),
         keep=rng.choice((0.0, 0.5, 1.0)),
         lack=fault(0.3, 0.5),
         cut=fault(0.4, 0.05),
         lose=fault(0.4, 0.08),
         repeat=fault(0.4, 0.4),
         garble=fault(0.3, 0.05),
-        shutdown=not weather.healthy and rng.random() < 0.3,
-        drain_s=rng.choice((0.0, 0.1, 2.0)) * weather.settings.operation_timeout_s,
+        shutdown=not conditions.healthy and rng.random() < 0.3,
+        drain_s=rng.choice((0.0, 0.1, 2.0)) * conditions.settings.operation_timeout_s,
     )
     if way is Way.HERE:
         # The one rank cannot die without the owner.
-        weather = replace(weather, death=0.0)
-    return weather, ways
+        conditions = replace(conditions, death=0.0)
+    return conditions, ways
