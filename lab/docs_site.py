@@ -2,7 +2,8 @@
 
 `mkdocs.yml` names this file as its hook. Pages from outside `docs/` become pages of the site and
 links to them lead there; fences lose the words that only the tests read (`gpu`, `file=NAME`);
-anchors are those of GitHub; decision records are listed without a line for each in `mkdocs.yml`.
+anchors are those of GitHub; decision records are outside the menu and the search, and the first one
+lists them.
 A link to something the site does not have is a warning, which ends a strict build.
 """
 
@@ -44,12 +45,14 @@ SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deplo
 SEARCH_BOOSTS = {
     "troubleshooting.md": 4,
     "faq.md": 2,
-    "decisions/": 0.1,
     "changelog.md": 0.1,
     "tried.md": 0.2,
 }
 """What the search weighs more or less than other pages: who searches for a message wants a remedy
 before why something was built as it is."""
+
+DECISIONS = "decisions/"
+FIRST_DECISION = "decisions/0001-record-decisions.md"
 
 FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,}) *(?P<words>[^`\n]*)$")
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
@@ -61,9 +64,6 @@ log = logging.getLogger("mkdocs.hooks.docs_site")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.mdx_configs.setdefault("toc", {})["slugify"] = github_slug
-    decisions = sorted((ROOT / DOCS / "decisions").glob("*.md"))
-    (contribute,) = (top["Contribute"] for top in config.nav or [] if "Contribute" in top)
-    contribute.append({"Decisions": [f"decisions/{path.name}" for path in decisions]})
     return config
 
 
@@ -96,8 +96,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for beginning, boost in SEARCH_BOOSTS.items():
         if place.startswith(beginning):
             page.meta["search"] = {"boost": boost}
+    if place.startswith(DECISIONS):
+        page.meta["search"] = {"exclude": True}
+    if place == FIRST_DECISION:
+        markdown += list_of_decisions()
     source = {site: path for path, site in ADOPTED.items()}.get(place, f"{DOCS}/{place}")
     return rewritten(markdown, lambda target: site_link(target, source, place))
+
+
+def list_of_decisions() -> str:
+    """A link to every record, under its title."""
+    lines = ["", "## All decisions", ""]
+    for path in sorted((ROOT / DOCS / DECISIONS).glob("*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines) + "\n"
 
 
 def rewritten(markdown: str, link: Callable[[str], str]) -> str:

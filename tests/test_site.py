@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_search_weighs_remedies_more_than_records_of_decisions(site: Path) -> None:
+def test_the_search_weighs_remedies_more_and_leaves_decisions_out(site: Path) -> None:
     text = next((site / "search").glob("search_index.js*")).read_text(encoding="utf-8")
     index = json.loads(text[text.index("{") : text.rindex("}") + 1])
 
@@ -64,7 +64,17 @@ def test_the_search_weighs_remedies_more_than_records_of_decisions(site: Path) -
         kind = entry["location"].partition("/")[0].partition(".")[0]
         boosts.setdefault(kind, set()).add(entry.get("boost", 1))
 
-    assert max(boosts["decisions"]) < 1 < min(boosts["troubleshooting"])
+    assert max(boosts["changelog"]) < 1 < min(boosts["troubleshooting"])
+    assert "decisions" not in boosts
+
+
+def test_records_of_decisions_are_listed_on_the_first_one_alone(site: Path) -> None:
+    records = sorted(path.stem for path in ROOT.glob("docs/decisions/*.md"))
+
+    first = (site / "decisions" / f"{records[0]}.html").read_text(encoding="utf-8")
+
+    assert [name for name in records if f'href="{name}.html"' not in first] == []
+    assert "decisions/0002" not in (site / "contributing.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
