@@ -1,6 +1,6 @@
 """The explorer: small worlds, looked at in every order in which things can happen.
 
-See docs/explorer.md.
+See docs/simulator.md.
 """
 
 from __future__ import annotations

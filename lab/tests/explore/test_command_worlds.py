@@ -1,4 +1,4 @@
-"""The worlds of `lab explore handoff` are as the figures of docs/explorer.md say."""
+"""The worlds of `lab explore handoff` are as the figures of docs/simulator.md say."""
 
 from __future__ import annotations
 
