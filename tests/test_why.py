@@ -1,4 +1,4 @@
-"""docs/why.md names a test for everything it claims, and those tests are there."""
+"""docs/architecture.md names a test for everything it claims, and those tests are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 
 ENCODES = "server/text_endpoint.py"
