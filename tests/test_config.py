@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.reference_pages import completed
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
+from penstock.cli.app import run
 from penstock.config import (
     STARTER_TOML,
     TIER_KINDS,
@@ -21,6 +23,7 @@ from penstock.config import (
     load_config,
     parse_config,
 )
+from penstock.config.reference import KEYS, MEANINGS, key_table
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
@@ -526,7 +529,8 @@ def test_every_key_is_printed_with_the_value_in_effect() -> None:
 
 
 def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    page = completed(text)
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", page, re.MULTILINE)
     documented = {(name, default.strip("` ")) for name, default in rows}
 
@@ -548,3 +552,17 @@ def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
             wanted.add((name, "required" if key.default is None else default))
 
     assert documented == wanted
+
+
+def test_every_key_has_a_meaning_and_no_meaning_is_left_over() -> None:
+    assert {table: set(keys) for table, keys in MEANINGS.items()} == {
+        table: set(keys) for table, keys in KEYS.items()
+    }
+    assert all(meaning for keys in MEANINGS.values() for meaning in keys.values())
+
+
+def test_the_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "keys"]) == 0
+
+    printed = capsys.readouterr().out
+    assert [table for table in KEYS if key_table(table) not in printed] == []

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from lab.cli.app import run as run_lab
+from lab.reference_pages import MARK, PARTS, SIGNATURES
 from penstock.cli.entry import main
 from penstock.config import parse_config
 
@@ -174,6 +175,15 @@ def headings_of(markdown: str) -> set[str]:
     """The anchors that a page's headings get: lower case, dashes for spaces, no punctuation."""
     titles = re.findall(r"^#+ +(.+?) *$", markdown, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_part_from_the_code_is_on_one_page() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+
+    wanted = [part for text in texts for part in MARK.findall(text)]
+
+    named = [part for part in wanted if not part.startswith(SIGNATURES)]
+    assert sorted(named) == sorted(PARTS)
 
 
 def test_a_block_knows_its_words_and_its_line() -> None:

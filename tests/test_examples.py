@@ -46,6 +46,14 @@ def test_an_example_runs_and_is_no_longer_than_a_page(
     assert len((EXAMPLES / name).read_text().splitlines()) <= LINES_MAX
 
 
+def test_the_engine_that_decodes_gets_the_prompt_of_the_other_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = printed_by("handoff.py", capsys)
+
+    assert "decode: delivered, True KV of 10 tokens, and then (110,)" in lines
+
+
 def test_every_chat_of_the_embedded_cache_ends(capsys: pytest.CaptureFixture[str]) -> None:
     *lines, last = printed_by("embed.py", capsys)
 

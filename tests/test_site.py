@@ -31,7 +31,7 @@ LOADED = re.compile(
     r"<(?:link|script|img|iframe|source)\b[^>]*?\s(?:href|src|srcset)=[\"']?([^\"'\s>]+)"
 )
 """What tags make a browser load."""
-SHOWN_ON_A_PHONE = ("index", "start/serve", "performance", "comparison", "contributing", "metrics")
+SHOWN_ON_A_PHONE = ("index", "serving", "performance", "comparison", "contributing", "metrics")
 """One page of each section, among them wide tables; the long tests take all pages."""
 
 
@@ -64,7 +64,7 @@ def test_the_search_weighs_remedies_more_and_leaves_decisions_out(site: Path) ->
         kind = entry["location"].partition("/")[0].partition(".")[0]
         boosts.setdefault(kind, set()).add(entry.get("boost", 1))
 
-    assert max(boosts["changelog"]) < 1 < min(boosts["troubleshooting"])
+    assert max(boosts["changelog"]) < 1 < min(boosts["why-misses"])
     assert "decisions" not in boosts
 
 
@@ -89,7 +89,7 @@ def page(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brows
         pytest.skip("there is no chromium here")
     with browsing(tmp_path_factory.mktemp("profile")) as opened:
         opened.show(width=1400)
-        opened.open((site / "sizing.html").as_uri())
+        opened.open((site / "planning.html").as_uri())
         yield opened
 
 

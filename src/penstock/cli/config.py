@@ -15,6 +15,7 @@ import typer
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config import STARTER_TOML, load_config, parse_config
+from penstock.config.reference import key_tables
 from penstock.config.values import NOT_PERSISTED
 from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE, ROLES
 from penstock.errors import ConfigError, counted
@@ -49,6 +50,12 @@ def show(config: ConfigOption = None) -> None:
     """
     effective = load_config(config) if config else parse_config(STARTER_TOML)
     print(effective.to_toml(), end="")
+
+
+@commands.command()
+def keys() -> None:
+    """Print every key of a configuration file: its type, default and meaning."""
+    print(key_tables(), end="")
 
 
 def _described(config: Config) -> str:

@@ -7,14 +7,15 @@
 | `keys`     | the kinds of values a key can have                                      |
 | `salt`     | the secret that keys depend on, read where the file says it is          |
 | `schema`   | which tables and keys there are, their ranges, and what they become     |
+| `reference` | what each key means, and tables of all of them for a reader            |
 | `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |
 
 The one rule that must not break: nothing that is written in a file is ignored. A key that
 is unknown, of the wrong type, out of its range or without any effect is refused, by a
 message that names the key as the file spells it, the value, and what would be right.
 
-`docs/config.md` describes the file. The environment is never read, but for a salt whose place a
-file names there.
+`docs/config.md` describes the file, and `penstock config keys` lists its keys. The environment is
+never read, but for a salt whose place a file names there.
 """
 
 from __future__ import annotations

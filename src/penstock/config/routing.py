@@ -1,6 +1,6 @@
 """The tables of `penstock serve` about who gets a request: our router, and news for other ones.
 
-The defaults are stated here; `schema` has the ranges, and `docs/config.md` describes the keys.
+The defaults are stated here; `schema` has the ranges, `reference` what each key means.
 """
 
 from __future__ import annotations

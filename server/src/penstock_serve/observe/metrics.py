@@ -9,7 +9,7 @@
 
 Instances report `InstanceStatistics`, which `/cache` shows as well, so both pages agree.
 `tests/observe/test_metrics.py` requires that every number of the statistics has a row here and
-that docs/metrics.md lists every metric.
+that every metric is on the page `docs/metrics.md`, which is made from the texts here.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _states(stats: InstanceStatistics) -> Samples:
 METRICS = (
     MetricRow("requests_now", GAUGE, "Answers by phase", _phases, ("phase",)),
     MetricRow("state", GAUGE, "1 for what an instance does now", _states, ("state",)),
-    of_instance(GAUGE, "healthy", "1 if nothing is wrong", "health.ok"),
+    of_instance(
+        GAUGE, "healthy", "0 if something is wrong: a tier or rank is off, see /cache", "health.ok"
+    ),
     of_instance(COUNTER, "preemptions", "Answers that gave their blocks back"),
     counts(COUNTER, "handoffs", "Handoffs by how they ended", "outcome", "handoffs"),
     of_instance(COUNTER, "handed_bytes", "Bytes of KV that were handed over, or taken in"),
@@ -138,7 +140,13 @@ METRICS = (
     # The cache: requests.
     of_cache(COUNTER, "requests", "Requests that asked for their prefix"),
     of_cache(COUNTER, "requests_refused", "Requests for which there was no room"),
-    counts(COUNTER, "cache_misses", "Requests by why no more was found", "why", "cache.misses"),
+    counts(
+        COUNTER,
+        "cache_misses",
+        "Requests by why no more was found, see the reasons of misses",
+        "why",
+        "cache.misses",
+    ),
     of_cache(COUNTER, "tokens_asked", "Prompt tokens that were asked for"),
     of_cache(
         COUNTER,
@@ -188,10 +196,15 @@ METRICS = (
     of_instance(
         GAUGE,
         "prefill_tokens_per_second",
-        "Moving median of the speeds that the engine reported",
+        "Moving median of the speeds that the engine reported; absent without recent samples",
         "cache.prefill_tokens_per_s",
     ),
-    of_hop(GAUGE, "tokens_per_second", "Moving median of a hop", "tokens_per_s"),
+    of_hop(
+        GAUGE,
+        "tokens_per_second",
+        "Moving median of a hop; absent without recent samples",
+        "tokens_per_s",
+    ),
     of_hop(GAUGE, "bytes_per_second", "The same in bytes, on each rank", "bytes_per_s"),
     of_hop(GAUGE, "blocks_queued", "Blocks asked for that have not arrived"),
     of_hop(COUNTER, "blocks_copied", "Blocks that have arrived"),
@@ -223,7 +236,7 @@ METRICS = (
         "ready_s",
     ),
     of_store(GAUGE, "recovered", "Share of what was there at the start of the store that is known"),
-    of_store(GAUGE, "blocks", "Blocks in the tier, of all engines, on each rank"),
+    of_store(GAUGE, "blocks", "Blocks in the tier, of all engines that share it, on each rank"),
     of_store(GAUGE, "block_bytes", "Bytes of those blocks, as they are stored"),
     of_store(GAUGE, "capacity_bytes", "Room of the tier"),
     of_store(COUNTER, "saves_dropped", "Blocks not written because the tier was too slow"),
@@ -235,7 +248,9 @@ METRICS = (
         "Times that the record of resets was lost or out of date, which voids all blocks",
     ),
     of_store(
-        GAUGE, "reset_confirmed", "0 while a reset of this engine would be lost with its process"
+        GAUGE,
+        "reset_confirmed",
+        "0 while a reset of this engine, not of others, would be lost with its process",
     ),
 )
 """What every instance reports."""
@@ -243,14 +258,19 @@ METRICS = (
 
 def http_responses(name: str, registry: CollectorRegistry) -> Counter:
     """Counts responses by the endpoint that made them, and their status."""
-    about = "HTTP responses; 499: the client left before"
+    about = (
+        "HTTP responses by endpoint (none: no such path) and status (499: the client left before)"
+    )
     return Counter(name, about, ["endpoint", "status"], registry=registry)
 
 
 def add_build_info(registry: CollectorRegistry) -> None:
     """Says which version runs."""
     info = Gauge(
-        "penstock_build_info", "1, with the version", ["version", "python"], registry=registry
+        "penstock_build_info",
+        "1, with the versions of Penstock and Python",
+        ["version", "python"],
+        registry=registry,
     )
     info.labels(__version__, platform.python_version()).set(1)
 
@@ -264,19 +284,19 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_requests",
-            "Requests by how they ended",
+            "Requests by outcome: answered, aborted, refused, failed",
             ["outcome"],
             registry=self._registry,
         )
         self.first_token_s = Histogram(
             "penstock_first_token_seconds",
-            "From the request to its first text",
+            "Time to first token (TTFT): from the request to its first text",
             buckets=FIRST_TOKEN_S,
             registry=self._registry,
         )
         self.between_tokens_s = Histogram(
             "penstock_between_tokens_seconds",
-            "From one piece of text to the next",
+            "Inter-token latency (ITL): from one piece of text to the next",
             buckets=BETWEEN_TOKENS_S,
             registry=self._registry,
         )
@@ -288,7 +308,7 @@ class ServerMetrics:
         )
         phases = Histogram(
             "penstock_phase_seconds",
-            "What answered requests spent their time on",
+            "What answered requests spent their time on, by phase as in timings_ms",
             ["phase"],
             buckets=PHASE_S,
             registry=self._registry,
@@ -359,13 +379,15 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_router_requests",
-            "Requests sent to servers, by how they ended",
+            "Requests sent to servers by outcome. prefill: computed, refused, failed, cancelled "
+            "(not needed any more); decode: answered, refused, failed, "
+            "broken (in a stream), aborted",
             ["server", "role", "outcome"],
             registry=self._registry,
         )
         self.prompts = Counter(
             "penstock_router_prompts",
-            "Answers that began, by the role that computed the prompt",
+            "Answers that began, without refused requests, by the role asked to compute the prompt",
             ["by"],
             registry=self._registry,
         )
@@ -377,7 +399,7 @@ class RouterMetrics:
         )
         self.first_token_s = Histogram(
             "penstock_router_first_token_seconds",
-            "From the request to its first event, or to the whole answer",
+            "From the request to its first event, or to the whole answer, if it was not refused",
             buckets=FIRST_TOKEN_S,
             registry=self._registry,
         )

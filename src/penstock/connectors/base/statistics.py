@@ -71,7 +71,7 @@ COUNTERS: Mapping[str, str] = {
     "resets": "Times that everything below the device was voided.",
 }
 GAUGES: Mapping[str, str] = {
-    "host_slots": "Blocks that fit into the first tier below the device.",
+    "host_slots": "Blocks that fit into the first tier below the device; 0 while it is off.",
     "host_slots_ready": "Blocks in it that can be loaded.",
     "disk_on": "1 while a disk can be used, 0 while it is off, starts, or is not configured.",
     "disk_blocks": "Blocks on the disk, of all engines that share it, on each rank.",
