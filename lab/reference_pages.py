@@ -25,7 +25,7 @@ from lab.cli.app import LAB
 from penstock.cli.app import PENSTOCK
 from penstock.config.reference import KEYS, key_table
 from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
-from penstock.runtime import base, engine_steps
+from penstock.runtime import base, copy_executor
 from penstock_serve.observe.metrics import METRICS, RouterMetrics, ServerMetrics
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"^<!-- from the code: (?P<part>[\w -]+) -->$", re.MULTILINE)
 SIGNATURES = "signatures of "
-OWNERS = (penstock, penstock_serve, base, engine_steps)
+OWNERS = (penstock, penstock_serve, base, copy_executor)
 """Where names of the interface are looked for."""
 COMMON = (base.BaseCache, penstock.Handoff, penstock.PrefillHandoff)
 """What several classes have in common is shown once."""

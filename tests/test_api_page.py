@@ -21,7 +21,7 @@ from penstock.machine import effects, events, kv_events
 from penstock.machine.machine import CacheMachine
 from penstock.machine.statistics import CacheStatistics, TierStatistics
 from penstock.runtime.base import BaseCache
-from penstock.runtime.engine_steps import EngineSteps
+from penstock.runtime.copy_executor import EngineSteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ from penstock.config import (
     parse_config,
 )
 from penstock.config.reference import KEYS, MEANINGS, key_table
-from penstock.config.schema import (
+from penstock.config.toml import (
     CACHE_KEYS,
     ENGINE_KEYS,
     HANDOFF_KEYS,
@@ -35,7 +35,7 @@ from penstock.config.schema import (
 )
 from penstock.config.values import HandoffTable
 from penstock.errors import ConfigError
-from penstock.vocabulary.dtypes import DTYPE_NAMES
+from penstock.vocabulary.planes import DTYPE_NAMES
 
 HEAD = """
 version = 1

@@ -9,7 +9,7 @@ import pytest
 from penstock.cli.app import run
 from penstock.config import parse_config
 from penstock.errors import ConfigError
-from penstock.runtime.lower_tiers import build_lower_tiers
+from penstock.runtime.tiers import build_lower_tiers
 from penstock.tiers.arena import MemoryCalls
 from penstock.vocabulary.layout import Layout
 

@@ -43,13 +43,13 @@ CALLED_FROM_ELSEWHERE = {
     "server/http.py:capture_signals": _UVICORN,
     "server/http.py:main_loop": _UVICORN,
     "server/http.py:send_400_response": _UVICORN,
-    "store/disk_format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
+    "store/disk/format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
     "vocabulary/checksums.py:add_sums": _DEFINITION,
     "vocabulary/checksums.py:cell_seed": _DEFINITION,
     "vocabulary/checksums.py:cell_sum": _DEFINITION,
     "vocabulary/keys.py:from_anchor": _AUTHORS,
     "vocabulary/layout.py:block_extents": _AUTHORS,
-    "vocabulary/narrowing.py:cell_positions": _AUTHORS,
+    "vocabulary/layout.py:cell_positions": _AUTHORS,
 }
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

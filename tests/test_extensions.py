@@ -20,7 +20,7 @@ from penstock.cache.eviction import LruPolicy, policy_named
 from penstock.config import parse_config
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
-from penstock.handoff.transports import transport_named
+from penstock.handoff.pair import transport_named
 from penstock.testing import (
     DataTransportSuite,
     PolicySuite,
@@ -28,7 +28,7 @@ from penstock.testing import (
     SuiteWriter,
     SumKeepingTierSuite,
 )
-from penstock.transport.private_folder import private_folder, socket_path
+from penstock.transport.unix_sockets import private_folder, socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ from penstock.cache.eviction import LruPolicy
 from penstock.config import TierOption, Whole
 from penstock.errors import ConfigError, UnavailableError
 from penstock.extensions import DataTransport, TierFactory
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import MemoryTier
 from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_memory import connect_shared
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ("src/penstock/", "server/src/penstock_serve/")
 
-FILE_LINES_MAX = 700
+FILE_LINES_MAX = 900
 FUNCTION_LINES_MAX = 60
 PAGE_LINES_MAX = {"CONTRIBUTING.md": 150}
 DECISION_WORDS_MAX = 150
@@ -26,13 +26,13 @@ DECISION_WORDS_MAX = 150
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS: dict[str, str] = {
-    "server/src/penstock_serve/engine/tokenizer.py": "tokenizers raises a bare Exception",
+    "server/src/penstock_serve/engine/text.py": "tokenizers raises a bare Exception",
     "src/penstock/extensions.py": "an entry point imports code of others, which may raise anything",
     "src/penstock/handoff/driver/decode_rank.py": "one part fails its handoff, not the rank",
     "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
-    "src/penstock/store/mooncake_blobs.py": "a thread that ended would keep its caller waiting",
-    "src/penstock/store/disk_threads.py": "a thread that ended would keep its jobs for ever",
-    "src/penstock/store/shared.py": "a thread that ended would keep its jobs for ever",
+    "src/penstock/store/clients/mooncake.py": "a thread that ended would keep its caller waiting",
+    "src/penstock/store/disk/threads.py": "a thread that ended would keep its jobs for ever",
+    "src/penstock/store/shared/tier.py": "a thread that ended would keep its jobs for ever",
 }
 
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")

@@ -15,17 +15,22 @@ NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 ENCODES = "server/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("supervisor/", "movers/c_compiler.py", "testing/", "demo/", "replay/plan.py"),
+    *("supervisor/", "movers/packing.py", "testing/", "demo/", "replay/plan.py"),
     "doctor/facts.py",  # It asks the compiler for its version, and ends with its command.
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
 MAY_HAVE_THREADS = (
-    *("testing/", "demo/", "store/disk", "store/tier_slots", ENCODES),
-    *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_", "store/mooncake_"),
+    *("testing/", "demo/", "store/disk", "store/process/tier_slots", ENCODES),
+    *("connectors/handoff/requests.py", "replay/trace.py", "store/clients/redis"),
     *("replay/plan.py",),
-    *("store/shared", "store/object_blobs.py", "server/tracing.py"),
+    *(
+        "store/shared",
+        "store/clients/mooncake.py",
+        "store/clients/objects.py",
+        "server/access_log.py",
+    ),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it

@@ -26,9 +26,9 @@ from lab.bench.measure import summarize
 from lab.bench.store_servers import StoreServers
 from penstock.config.values import tier_options
 from penstock.errors import UnavailableError
-from penstock.store.block_codec import encode_block
-from penstock.store.messages import StoreTierConfig
 from penstock.store.probe import TierProbe
+from penstock.store.process.messages import StoreTierConfig
+from penstock.store.shared.block_codec import encode_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

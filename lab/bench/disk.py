@@ -33,8 +33,8 @@ from lab.bench.measure import collector_paused, summarize
 from penstock.errors import UnavailableError
 from penstock.movers.packing import PackedSums
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
-from penstock.store.disk import DiskTier
-from penstock.store.disk_io import RUN_BYTES_MAX
+from penstock.store.disk.io import RUN_BYTES_MAX
+from penstock.store.disk.tier import DiskTier
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_readable
 from penstock.vocabulary.checksums import Algorithm

@@ -30,11 +30,9 @@ from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
-from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import Space, part_name
-from penstock.store.disk import DiskTier
-from penstock.store.disk_folder import write_head
-from penstock.store.disk_format import (
+from penstock.store.disk.folder import write_head
+from penstock.store.disk.format import (
     PAGE_BYTES,
     ROW_BYTES,
     SEGMENT_BYTES,
@@ -42,17 +40,17 @@ from penstock.store.disk_format import (
     seal_rows,
     write_generations,
 )
-from penstock.store.disk_index import DiskSegment, make_rows
-from penstock.store.disk_io import DiskCalls
-from penstock.store.link import FoundInStore, StoreLink
-from penstock.store.messages import StoreConfig, StoreTierConfig
+from penstock.store.disk.index import DiskSegment, make_rows
+from penstock.store.disk.io import DiskCalls
+from penstock.store.disk.tier import DiskTier
+from penstock.store.process.client import ArenaOffer
+from penstock.store.process.link import FoundInStore, StoreLink
+from penstock.store.process.messages import StoreConfig, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any, wait_readable
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, life_salt
+from penstock.vocabulary.checksums import Algorithm, CellSpan, life_salt
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.ids import OperationId
-from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.keys import KEY_BYTES, OperationId
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 import penstock
-from penstock_serve.engine.architecture import Architecture
+from penstock_serve.engine.architecture import Architecture, share_of
 from penstock_serve.engine.checkpoints import RankWeights
 from penstock_serve.engine.engine import Engine, LocalWorkers
 from penstock_serve.engine.model import Alone, Decoder
 from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.worker import (
     Worker,
     allocate_kv,

@@ -30,7 +30,7 @@ from penstock.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
     from penstock_serve.engine.architecture import Architecture
 
 FOUND_SHARE = 0.98

@@ -43,7 +43,7 @@ from penstock.config.values import SHARED_MEMORY
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
-from penstock.transport.private_folder import private_folder, socket_path
+from penstock.transport.unix_sockets import private_folder, socket_path
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from lab.bench.handoff_rank import CHANNELS, HEADS
 from lab.bench.measure import summarize
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import PART_FIRST, Held, TensorGroup, TensorLayer, TensorTier
-from penstock.transport.private_folder import private_folder, socket_path
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.transport.unix_sockets import private_folder, socket_path
+from penstock.vocabulary.layout import GroupKind, HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable

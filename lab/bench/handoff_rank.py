@@ -21,26 +21,23 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.config.values import SHARED_MEMORY
 from penstock.errors import InvariantViolation, UnavailableError
-from penstock.handoff.driver.array_parts import (
+from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.parts import (
     ArrayReader,
     PartGather,
     PartScatter,
     open_array_taker,
 )
-from penstock.handoff.driver.decode_rank import DecodeRankDriver
-from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
-from penstock.handoff.driver.lines import zmq_lines
-from penstock.handoff.driver.prefill_rank import PrefillRankDriver
-from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.driver.prefill_rank import LayerEvents, PrefillRankDriver
+from penstock.handoff.pair import Writer, transport_named
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
-from penstock.handoff.transports import Writer, transport_named
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import Axis, DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,8 +31,7 @@ from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
 from penstock.machine.events import Acquire, Commit, Event, ReleaseLease
 from penstock.machine.machine import CacheMachine
-from penstock.vocabulary.keys import KeyChain
-from penstock.vocabulary.namespace import Namespace
+from penstock.vocabulary.keys import KeyChain, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

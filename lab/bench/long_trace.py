@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.replay import DEVICE_GIB, HOST_GIB, KV_BYTES
 from penstock.config import parse_config
-from penstock.replay.best import BestPossible
 from penstock.replay.report import report_on
-from penstock.replay.simulation import GIB, Replay, sized_cache
+from penstock.replay.simulation import GIB, BestPossible, Replay, sized_cache
 from penstock.replay.trace import TraceReader
 
 if TYPE_CHECKING:

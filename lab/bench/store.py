@@ -29,7 +29,7 @@ from msgspec import structs
 from lab.bench.measure import collector_paused, summarize
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.probe import TierProbe
-from penstock.store.shared_kinds import CLIENTS
+from penstock.store.process.tier_slots import CLIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.bench.report import BenchReport
-    from penstock.store.messages import StoreTierConfig
+    from penstock.store.process.messages import StoreTierConfig
 
 ROUNDS = 5
 ROUND_BYTES = 64 << 20

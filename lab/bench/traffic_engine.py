@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.bench.engine_model import Model
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
     from penstock_serve.engine.requests import Answer
     from penstock_serve.engine.steps import StepResult
 

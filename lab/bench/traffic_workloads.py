@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.replay.trace import TraceRequest
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 TRACE_BLOCK_TOKENS = 64
 """The size of blocks in which traces are read; plans of small engines have smaller ones."""

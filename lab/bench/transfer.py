@@ -36,8 +36,8 @@ from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.streams import Stream, StreamPiece
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.ids import OperationId
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.keys import OperationId
+from penstock.vocabulary.layout import GroupKind, HeadRange
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from lab.bench.vllm_model import HandoffModel, block_bytes
 from lab.bench.vllm_shared import MODEL as LONG_MODEL
 from lab.bench.vllm_workload import RECORDED, WORKLOADS
 from penstock.errors import UnavailableError
-from penstock.replay.recording import Recorder
+from penstock.replay.trace import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

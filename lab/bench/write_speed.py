@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.testing.peer_process import PATIENCE_S, peer_process
+from penstock.testing.writer_process import PATIENCE_S, peer_process
 from penstock.transport.remote import Span
 from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.transport.waiting import wait_readable
@@ -24,7 +24,7 @@ from penstock.transport.waiting import wait_readable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.testing.peer_process import PeerProcess
+    from penstock.testing.writer_process import PeerProcess
 
 PART_BYTES = 1 << 20
 BERTHS = 64

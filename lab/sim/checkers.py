@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.effects import Effect
     from penstock.machine.kv_events import Snapshot
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 _SNAPSHOT_EVERY = 16
 """A snapshot walks over all blocks, so it is compared only now and then."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

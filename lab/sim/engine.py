@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lab.sim.world import World
     from penstock.cache.explain import Miss
     from penstock.machine.effects import Effect
-    from penstock.vocabulary.ids import Key, PinId
+    from penstock.vocabulary.keys import Key, PinId
 
 
 class Engine(ABC):

@@ -18,11 +18,11 @@ from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import LeaseError, UnavailableError
 from penstock.machine import events as ev
-from penstock.vocabulary.ids import LeaseId, OperationId, PinId
+from penstock.vocabulary.keys import LeaseId, OperationId, PinId
 
 if TYPE_CHECKING:
     from lab.sim.world import World
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 _NO_LEASE = LeaseId(10_000)
 

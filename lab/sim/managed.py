@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lab.sim.workload import Text
     from lab.sim.world import World
     from penstock.machine.effects import Effect
-    from penstock.vocabulary.ids import Key, LeaseId
+    from penstock.vocabulary.keys import Key, LeaseId
 
 
 class Request:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lab.sim.workload import Text
     from lab.sim.world import World
     from penstock.machine.effects import Started
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.keys import Key, OperationId
 
 
 class Stage(Enum):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lab.sim.workload import Text
     from lab.sim.world import World
     from penstock.machine.effects import Abandon, Copy, DropBlocks, Ended, Settled
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.keys import Key, OperationId
 
 Cell = tuple[object, ...] | None
 """What lies in a slot; `None` for nothing of interest."""

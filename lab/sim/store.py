@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lab.sim.conditions import StoreConditions
     from lab.sim.ranks import Cell, Job
     from lab.sim.world import World
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 SAVE_STEPS = ("tombstone", "payload", "row", "answer")
 TORN: Cell = ("torn",)

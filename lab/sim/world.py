@@ -35,7 +35,7 @@ from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
-from penstock.machine.write_behind import is_overdue
+from penstock.machine.writes import is_overdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

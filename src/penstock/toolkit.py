@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from penstock.transport.machine_keys import is_local as is_local
     from penstock.transport.machine_keys import is_loopback as is_loopback
     from penstock.transport.machine_keys import read_private as read_private
-    from penstock.transport.private_folder import private_folder as private_folder
-    from penstock.transport.private_folder import socket_path as socket_path
+    from penstock.transport.unix_sockets import private_folder as private_folder
+    from penstock.transport.unix_sockets import socket_path as socket_path
 
     # Processes: a supervisor starts and restarts them, passes descriptors on to them, and keeps
     # the arenas of a rank over its restart.
     from penstock.supervisor.client import Supervisor as Supervisor
     from penstock.supervisor.descriptors import inherited_descriptor as inherited_descriptor
-    from penstock.supervisor.keeper import keeper as keeper
+    from penstock.supervisor.descriptors import keeper as keeper
     from penstock.supervisor.messages import ProcessExited as ProcessExited
     from penstock.supervisor.messages import RestartsExhausted as RestartsExhausted
-    from penstock.supervisor.spec import OnFailure as OnFailure
-    from penstock.supervisor.spec import ProcessSpec as ProcessSpec
+    from penstock.supervisor.messages import OnFailure as OnFailure
+    from penstock.supervisor.messages import ProcessSpec as ProcessSpec
 
     # Handoffs between machines: NIXL is in a process of its own, the relay.
     from penstock.handoff import ListenerShare as ListenerShare
@@ -65,15 +65,15 @@ if TYPE_CHECKING:
     from penstock.machine.statistics import StoreStatistics as StoreStatistics
     from penstock.machine.statistics import TierStatistics as TierStatistics
     from penstock.store.base import OPENING as OPENING
-    from penstock.store.embedded import STARTING as STARTING
+    from penstock.store.process.client import STARTING as STARTING
     from penstock.vocabulary.hints import HINT_FIELDS as HINT_FIELDS
     from penstock.vocabulary.hints import NO_HINTS as NO_HINTS
     from penstock.vocabulary.hints import RETENTIONS as RETENTIONS
     from penstock.vocabulary.hints import RetentionHints as RetentionHints
     from penstock.vocabulary.hints import read_hints as read_hints
     from penstock.vocabulary.hints import with_retention as with_retention
-    from penstock.vocabulary.ids import Key as Key
-    from penstock.vocabulary.ids import OperationId as OperationId
+    from penstock.vocabulary.keys import Key as Key
+    from penstock.vocabulary.keys import OperationId as OperationId
 
     # Memory of this machine, arguments that a caller passed, log lines.
     from penstock.logs import FIELDS as FIELDS
@@ -90,12 +90,12 @@ if TYPE_CHECKING:
     from penstock.vocabulary.arguments import as_tuple as as_tuple
 
     # Traces of requests, and pages and tables about them.
-    from penstock.replay.page import COLOURS as COLOURS
-    from penstock.replay.page import LineChart as LineChart
-    from penstock.replay.page import STYLE as STYLE
-    from penstock.replay.page import round_step as round_step
-    from penstock.replay.recording import Recorder as Recorder
-    from penstock.replay.recording import recorder_of as recorder_of
+    from penstock.replay.plan import COLOURS as COLOURS
+    from penstock.replay.plan import LineChart as LineChart
+    from penstock.replay.plan import STYLE as STYLE
+    from penstock.replay.plan import round_step as round_step
+    from penstock.replay.trace import Recorder as Recorder
+    from penstock.replay.trace import recorder_of as recorder_of
     from penstock.replay.report import text_table as text_table
     from penstock.replay.trace import TraceReader as TraceReader
     from penstock.replay.trace import TraceRequest as TraceRequest

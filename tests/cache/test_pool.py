@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache.pool import Pool
 from penstock.cache.states import SlotState
+from penstock.cache.tier import Pool
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:

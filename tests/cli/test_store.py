@@ -10,14 +10,14 @@ import pytest
 from penstock.cli import store
 from penstock.cli.app import run
 from penstock.cli.store import AGES
-from penstock.store import disk_format
-from penstock.store.disk_cipher import DiskCipher
+from penstock.store.disk import format as disk_format
+from penstock.store.disk.format import DiskCipher
 from tests.store.segments import BLOCK_BYTES, FORM, SPACE, Segment, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.store.messages import StoreConfig
+    from penstock.store.process.messages import StoreConfig
 
 SEGMENT = Segment(numbers=[1, 2])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import run
-from penstock.connectors.vllm.settings import KNOWN, asks_any_version, read_settings
+from penstock.connectors.vllm.versions import KNOWN, asks_any_version, read_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from penstock.testing.mover_suite import (
 )
 from penstock.testing.tier_suite import SumKeepingTierSuite
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.host import HostTier
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import HostTier, MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from penstock.testing.mover_suite import (
     SavingMoverSuite,
 )
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.cache.eviction import EvictionPolicy, Standing
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 class TestLruPolicy(PolicySuite):

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.testing.tier_suite import SumKeepingTierSuite, TierSuite
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import MemoryTier
 
 if TYPE_CHECKING:
     from penstock.vocabulary.layout import Layout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.statistics import PrefillTimer
 from penstock.connectors.base.worker import WorkerConnector

@@ -16,12 +16,11 @@ from penstock.connectors.base.engine import (
 )
 from penstock.connectors.base.statistics import Counters
 from penstock.connectors.handoff.rank import RankSides
-from penstock.connectors.handoff.requests import HandoffRequests
+from penstock.connectors.handoff.requests import HandoffRequests, HandoffThread
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
-from penstock.connectors.handoff.thread import HandoffThread
 from penstock.handoff import HandoffSettings
 from penstock.transport.waiting import wait_readable
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 from tests.connectors.conftest import TOKENS, FakePool, FakeRequest
 
 if TYPE_CHECKING:

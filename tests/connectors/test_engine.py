@@ -16,7 +16,7 @@ from penstock.connectors.base.engine import (
 )
 from penstock.errors import UnavailableError
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import PlaneRole
 from penstock.vocabulary.reshard import plan_reshard
 from tests.connectors.orders import LOGICAL, ORDERS

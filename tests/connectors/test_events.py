@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.connectors.base.events import (
+from penstock.connectors.base.keys import (
     AnnouncedBlock,
     EventAnnouncer,
     RemovedEvent,

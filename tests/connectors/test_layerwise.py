@@ -14,7 +14,7 @@ from penstock.connectors.base.layerwise import (
     LayerwiseScheduler,
     joined_blocks,
 )
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.errors import InvariantViolation

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.base.pins import Pins
-from penstock.vocabulary.ids import OperationId
+from penstock.connectors.base.requests import Pins
+from penstock.vocabulary.keys import OperationId
 
 
 @pytest.mark.parametrize(("blocks", "limit"), [(1, 0), (19, 0), (20, 1), (39, 1), (40, 2)])

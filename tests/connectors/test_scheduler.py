@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.connectors.base.unstarted_loads import STEPS_MAX
+from penstock.connectors.base.requests import STEPS_MAX
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.machine import events as ev
 

@@ -11,13 +11,13 @@ from contextlib import closing
 
 import pytest
 
-from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
+from penstock.connectors.base.worker import ArenaServer, fetch_arenas
 from penstock.errors import UnavailableError
-from penstock.transport.private_folder import NamedFolder
+from penstock.transport.unix_sockets import NamedFolder
 
 PEER = """
 import os, sys
-from penstock.connectors.base.shared_arenas import fetch_arenas
+from penstock.connectors.base.worker import fetch_arenas
 arenas = fetch_arenas(sys.argv[1], timeout_s=300.0)
 sys.stdout.write(os.pread(arenas["host"], 5, 0).decode())
 """

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from penstock.cache.explain import Miss, MissReason
-from penstock.connectors.base.events import AnnouncedBlock, EventAnnouncer, StoredEvent
-from penstock.connectors.base.statistics import TransferCounts
-from penstock.connectors.base.store_prefetch import (
+from penstock.connectors.base.keys import AnnouncedBlock, EventAnnouncer, StoredEvent
+from penstock.connectors.base.requests import (
     START_S,
     WAIT_S,
     StorePrefetch,
     StoreWait,
 )
+from penstock.connectors.base.statistics import TransferCounts
 from penstock.machine.effects import Found
 from penstock.machine.statistics import HubCounts
 from penstock.runtime.stored_tiers import StoreStatus
@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Engines that wait for a store as long as it takes: a busy machine is no failure."""
-    monkeypatch.setattr("penstock.store.link.SILENT_S", SOON_S)
+    monkeypatch.setattr("penstock.store.process.link.SILENT_S", SOON_S)
 
     def make(**wishes: Any) -> FakeEngine:
         return FakeEngine(**{"counts": TransferCounts(clock=Clock()), **wishes})
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("left") / "disk"
     with pytest.MonkeyPatch.context() as patch, closing(FakeEngine(disk=folder)) as engine:
-        patch.setattr("penstock.store.link.SILENT_S", SOON_S)
+        patch.setattr("penstock.store.process.link.SILENT_S", SOON_S)
         start(engine)
         engine.run(FakeRequest("first", PROMPT))
     return folder

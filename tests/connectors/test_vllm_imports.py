@@ -63,4 +63,4 @@ def test_the_connector_has_no_threads_but_for_handoffs() -> None:
         if imported(module) & {"threading", "concurrent", "asyncio", "multiprocessing"}
     }
 
-    assert threaded == {"handoff/thread"}
+    assert threaded == {"handoff/requests"}

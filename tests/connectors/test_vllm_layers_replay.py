@@ -22,11 +22,11 @@ import penstock
 from penstock.cache.settings import DEVICE, HUB
 from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
 from penstock.connectors.base.layerwise import LayerwiseScheduler
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.messages import decode_plan
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
 PROMPT = list(range(100, 100 + 3 * TOKENS + 1))

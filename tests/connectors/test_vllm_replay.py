@@ -14,10 +14,10 @@ import torch
 
 import penstock
 from penstock.connectors.base.engine import LayerGroup, ServedEngine, tier_of
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3

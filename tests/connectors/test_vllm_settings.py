@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
-from penstock.connectors.vllm.settings import read_settings
+from penstock.connectors.vllm.versions import read_settings
 from penstock.errors import ConfigError
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 
 TOML = """
 version = 1

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import penstock
-from penstock_serve.engine.architecture import read_architecture
+from penstock_serve.engine.architecture import read_architecture, share_of
 from penstock_serve.engine.checkpoints import RankWeights, SafetensorsCheckpoint
 from penstock_serve.engine.engine import Engine, LocalWorkers
 from penstock_serve.engine.model import Alone, Decoder
 from penstock_serve.engine.requests import Output, Reason, Request
 from penstock_serve.engine.sampling_options import LOGPROBS_MAX, Sampling
 from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.worker import Worker, allocate_kv, kv_tier
 
 BLOCK = 8

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock_serve.engine.architecture import read_architecture
+from penstock_serve.engine.architecture import read_architecture, share_of
 from penstock_serve.engine.batch import TokenSpan, on_device
 from penstock_serve.engine.checkpoints import RankWeights, SafetensorsCheckpoint, find_model
 from penstock_serve.engine.gguf_file import GgufFile
 from penstock_serve.engine.model import Alone, Decoder
-from penstock_serve.engine.sharding import share_of
 from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:

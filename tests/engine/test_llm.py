@@ -102,7 +102,7 @@ def test_the_next_llm_finds_on_disk_what_the_last_one_computed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A store process that a busy machine keeps from answering is not taken for one that hangs.
-    monkeypatch.setattr("penstock.store.link.SILENT_S", 60.0)
+    monkeypatch.setattr("penstock.store.process.link.SILENT_S", 60.0)
     disk = f'{{ name = "disk", kind = "disk", path = "{tmp_path / "disk"}", gib = 0.05 }}'
     config = penstock.parse_config(
         f"""

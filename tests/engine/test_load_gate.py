@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.movers.base import Moved, Mover
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 TINY = replace(
     EIGHT_B, layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocabulary=97

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_serve.engine.architecture import read_architecture
+from penstock_serve.engine.architecture import read_architecture, share_of
 from penstock_serve.engine.batch import TokenSpan, on_device
 from penstock_serve.engine.checkpoints import RankWeights, SafetensorsCheckpoint
 from penstock_serve.engine.model import Alone, Decoder
-from penstock_serve.engine.sharding import share_of
 from tests.engine.conftest import KINDS
 
 BLOCK = 8

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.errors import CapacityError
-from penstock.runtime.copy_executor import _MoverState
-from penstock.runtime.engine_steps import EngineSteps
+from penstock.runtime.copy_executor import EngineSteps, _MoverState
 from penstock.runtime.rank_links import LocalLink
 from penstock_serve.engine.batch import PREVIOUS
 from penstock_serve.engine.engine import Engine
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.movers.base import Moved
     from penstock.transport.base import Channel
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
     from penstock_serve.engine.sampling_options import TokenSampling
 
 BLOCK = 4

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock_serve.engine.architecture import Architecture, architecture_from_config
-from penstock_serve.engine.sharding import share_of
+from penstock_serve.engine.architecture import Architecture, architecture_from_config, share_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

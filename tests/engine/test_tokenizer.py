@@ -16,10 +16,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError, UnavailableError
-from penstock_serve.engine import tokenizer
+from penstock_serve.engine import text as tokenizer
 from penstock_serve.engine.checkpoints import find_model
-from penstock_serve.engine.text import Text
-from penstock_serve.engine.tokenizer import Tokenizer
+from penstock_serve.engine.text import Text, Tokenizer
 from tests.serve.conftest import make_tokenizer
 
 CHAT = [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": " 2 + 2?\n"}]

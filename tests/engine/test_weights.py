@@ -11,10 +11,16 @@ import torch
 import penstock
 import penstock_serve
 from penstock.errors import ConfigError
-from penstock_serve.engine.checkpoints import RankWeights, find_model
+from penstock_serve.engine.architecture import share_of
+from penstock_serve.engine.checkpoints import (
+    RankWeights,
+    WeightsNotLoaded,
+    check_weights,
+    find_model,
+    load_weights,
+    version_of,
+)
 from penstock_serve.engine.model import Alone, Decoder
-from penstock_serve.engine.sharding import share_of
-from penstock_serve.engine.weights import WeightsNotLoaded, check_weights, load_weights, version_of
 from tests.engine.conftest import KINDS, make_model, telling
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import torch
 import penstock
 from lab.fixtures.arena_damage import DAMAGES
 from penstock.machine.kv_events import BlocksRemoved
-from penstock.movers.cuda.device import CudaTier
+from penstock.movers.cuda.mover import CudaTier
 from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.fixtures.arena_damage import Damageable
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
 
 pytestmark = pytest.mark.gpu
 

@@ -16,17 +16,17 @@ import torch
 
 import penstock
 from penstock.cache.states import LeaseState
-from penstock.movers.cuda.device import CudaTier
-from penstock.movers.cuda.pinned import RegisteredHost
+from penstock.movers.cuda.buffers import RegisteredHost
+from penstock.movers.cuda.mover import CudaTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.layout import GroupKind, HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.movers.cuda.calls import CompiledCalls
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
 
 pytestmark = pytest.mark.gpu
 

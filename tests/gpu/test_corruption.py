@@ -14,7 +14,7 @@ from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.testing.mover_suite import make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.layout import GroupKind, HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,19 +14,17 @@ from lab.bench.handoff_cuda import LAYERS, CudaPair
 from lab.bench.handoff_cuda import TOKENS as PROMPT_TOKENS
 from penstock.errors import UnavailableError
 from penstock.handoff.driver import device_parts
-from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
-from penstock.handoff.driver.parts import RouteParts
+from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.identity import Life, WriteId
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.tensors import TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:

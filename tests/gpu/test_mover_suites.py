@@ -16,10 +16,10 @@ import torch
 
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import BlockFault, Purpose
+from penstock.movers.cuda.buffers import StagingSize
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
-from penstock.movers.cuda.staging import StagingSize
 from penstock.testing.mover_suite import (
     SOURCES,
     TARGETS,
@@ -34,9 +34,8 @@ from penstock.testing.mover_suite import (
 from penstock.testing.tier_suite import LAYOUTS, read_slots
 from penstock.tiers.tensors import TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import GroupKind, HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import GroupKind, HeadRange, Layout
+from penstock.vocabulary.planes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from penstock.movers.cuda.mover import CudaMover
     from penstock.movers.cuda.packer import PackingKernel
     from penstock.testing.mover_suite import _Damage
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 pytestmark = pytest.mark.gpu
 

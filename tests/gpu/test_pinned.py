@@ -8,13 +8,13 @@ import torch
 
 from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
+from penstock.movers.cuda.buffers import RegisteredHost, register
 from penstock.movers.cuda.mover import LoadMover, SaveMover
-from penstock.movers.cuda.pinned import RegisteredHost, register
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 pytestmark = pytest.mark.gpu

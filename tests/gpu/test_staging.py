@@ -10,13 +10,13 @@ import torch
 
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import Purpose
+from penstock.movers.cuda.buffers import StagingSize
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import LoadMover, SaveMover
-from penstock.movers.cuda.staging import StagingSize
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.transport.private_folder import private_folder, socket_path
+from penstock.transport.unix_sockets import private_folder, socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ import pytest
 import penstock
 from lab.reference_pages import completed
 from penstock.errors import AccessError, UnavailableError
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layout import HeadRange
+from penstock.vocabulary.planes import DType
 from tests.handoff.conftest import (
     BLOCK,
     LAYERS,

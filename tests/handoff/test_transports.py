@@ -6,8 +6,8 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.extensions import DataTransport
-from penstock.handoff import transports
-from penstock.handoff.transports import choose_transport
+from penstock.handoff import pair
+from penstock.handoff.pair import choose_transport
 
 HERE = ["ipc:///run/a", "tcp://127.0.0.1:5", "tcp://localhost:6"]
 THERE = ["tcp://10.0.0.1:5", "tcp://10.0.0.2:5"]
@@ -27,7 +27,7 @@ THERE = ["tcp://10.0.0.1:5", "tcp://10.0.0.2:5"]
 def test_engines_on_one_machine_share_memory_and_others_use_nixl(
     name: str, addresses: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transports, "is_installed", lambda: True)
+    monkeypatch.setattr(pair, "is_installed", lambda: True)
 
     assert choose_transport(name, addresses) == chosen
 
@@ -35,7 +35,7 @@ def test_engines_on_one_machine_share_memory_and_others_use_nixl(
 def test_engines_on_two_machines_without_nixl_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transports, "is_installed", lambda: False)
+    monkeypatch.setattr(pair, "is_installed", lambda: False)
 
     with pytest.raises(ConfigError) as refused:
         choose_transport("auto", THERE)

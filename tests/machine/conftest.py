@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.operations import BlockFault, Purpose
     from penstock.machine.books import Books
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
     MakeDriver = Callable[..., "Driver"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.cache.eviction import Judge
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
     from tests.machine.conftest import Driver, MakeDriver
 
 

@@ -10,7 +10,7 @@ from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from tests.machine.conftest import Driver, MakeDriver

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import InvariantViolation
 from penstock.machine import effects as ef
-from penstock.vocabulary.ids import OperationId, PinId
+from penstock.vocabulary.keys import OperationId, PinId
 
 KINDS = [
     kind

@@ -8,7 +8,7 @@ import pytest
 from penstock.cache.states import LeaseMove, LeaseState
 from penstock.errors import InvariantViolation
 from penstock.machine.books import LeaseRecord
-from penstock.vocabulary.ids import LeaseId
+from penstock.vocabulary.keys import LeaseId
 
 
 @pytest.fixture

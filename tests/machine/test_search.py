@@ -14,7 +14,7 @@ from penstock.machine import effects as ef
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
-    from penstock.vocabulary.ids import LeaseId
+    from penstock.vocabulary.keys import LeaseId
     from tests.machine.conftest import Driver, MakeDriver
 
 STORE = 2

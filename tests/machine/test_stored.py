@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
     from tests.machine.conftest import Driver, MakeDriver
 
 STORE = 2

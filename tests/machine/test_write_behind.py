@@ -10,7 +10,7 @@ from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-from penstock.machine import write_behind
+from penstock.machine import writes
 
 if TYPE_CHECKING:
     from typing import Any
@@ -122,7 +122,7 @@ def test_blocks_that_the_store_turns_out_to_have_are_not_written_again(
 def test_what_is_computed_now_finds_places_beside_what_is_written_behind(
     make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr(writes, "BLOCKS_AT_ONCE", 3)
     driver = make_driver(host=16, disk=stored(), stored_saves_max=4)
     switch_off(driver)
     driver.store("abcdef")
@@ -190,7 +190,7 @@ def test_nothing_is_written_behind_into_a_store_that_another_engine_has_voided(
 def test_an_idle_engine_is_woken_for_what_no_copy_reminds_it_of(
     make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "LOOKED_AT_ONCE", 1)
+    monkeypatch.setattr(writes, "LOOKED_AT_ONCE", 1)
     driver = make_driver(host=8, disk=stored())
     switch_off(driver)
     driver.store("abc")

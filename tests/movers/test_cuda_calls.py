@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.movers.c_compiler import cache_folder, compiled, find_compiler
+from penstock.movers.cuda import calls as library
 from penstock.movers.cuda import calls as module
-from penstock.movers.cuda import library
-from penstock.movers.cuda.calls import CompiledCalls, PlainCalls, choose_calls
-from penstock.movers.cuda.library import CallsLibrary
-from penstock.movers.cuda.runs import in_turns
+from penstock.movers.cuda.calls import CallsLibrary, CompiledCalls, PlainCalls, choose_calls
+from penstock.movers.cuda.tables import in_turns
+from penstock.movers.packing import cache_folder, compiled, find_compiler
 from penstock.vocabulary.checksums import key_seeds
 
 if TYPE_CHECKING:

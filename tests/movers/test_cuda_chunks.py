@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.movers.cuda.chunks import CELL_COLUMN, WORD_BYTES, chunk_tables, layer_spans
+from penstock.movers.cuda.tables import CELL_COLUMN, WORD_BYTES, chunk_tables, layer_spans
 from penstock.testing.tier_suite import LAYOUTS
 from penstock.tiers.host import slot_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.movers.cuda.runs import Road, in_turns
+from penstock.movers.cuda.tables import Road, in_turns
 from penstock.testing import failing_seed
 
 MIB = 1 << 20

@@ -12,10 +12,8 @@ from penstock.movers.memcpy import MemcpyMover
 from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.host import HostTier
-from penstock.tiers.memory import MemoryTier
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, life_salt
+from penstock.tiers.host import HostTier, MemoryTier
+from penstock.vocabulary.checksums import Algorithm, CellSpan, life_salt
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:

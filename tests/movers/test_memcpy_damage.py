@@ -16,12 +16,10 @@ from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.host import HostTier
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.ids import OperationId
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.checksums import Algorithm, CellSpan
+from penstock.vocabulary.keys import OperationId
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 from tests.movers.flipping import flipped_bits, rounds
 
 if TYPE_CHECKING:

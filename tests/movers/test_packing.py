@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.array_parts import PartGather, PartScatter
-from penstock.handoff.driver.parts import RouteParts
-from penstock.movers.c_compiler import compiled
+from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.movers.packing import (
     PackedSums,
     Packing,
     PartsLibrary,
+    compiled,
     load_parts_library,
     seeds_of,
 )
 from penstock.tiers.arrays import ArrayTier
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.checksums import Algorithm, CellSpan
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import Axis, DType
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:

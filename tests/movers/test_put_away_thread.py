@@ -10,14 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from penstock.movers.packing import Packing, load_parts_library, seeds_of
-from penstock.movers.put_away_thread import JOBS_MAX, PutAwayThread
+from penstock.movers.packing import JOBS_MAX, Packing, PutAwayThread, load_parts_library, seeds_of
 from penstock.tiers.arrays import ArrayTier
 from penstock.transport.waiting import wait_readable
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="there is no C compiler"

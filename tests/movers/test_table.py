@@ -12,8 +12,7 @@ from penstock.movers.memcpy import MemcpyMover
 from penstock.movers.table import MOVERS, mover_between
 from penstock.testing.tier_suite import LAYOUTS
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.host import HostTier
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import HostTier, MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 LAYOUT = LAYOUTS["opaque"]

@@ -19,9 +19,8 @@ from penstock.machine.statistics import (
     StoreStatistics,
     TierStatistics,
 )
-from penstock_serve.observe.live import InstanceStatistics
+from penstock_serve.observe.live import PHASES, InstanceStatistics
 from penstock_serve.observe.metrics import COUNTER, METRICS, RouterMetrics, ServerMetrics
-from penstock_serve.observe.traffic import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = completed((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_serve.observe.traffic import ALIKE_MIN, Traffic
+from penstock_serve.observe.live import ALIKE_MIN, Traffic
 
 START = 1_000_003.0
 

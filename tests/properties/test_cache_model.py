@@ -28,7 +28,7 @@ from penstock.machine.kv_events import BlocksRemoved, BlocksStored
 from penstock.machine.machine import CacheMachine
 
 if TYPE_CHECKING:
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId, PinId
 
 BLOCK_TOKENS = 2
 PROMPT_TOKENS_MAX = 14

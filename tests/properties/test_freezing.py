@@ -17,13 +17,13 @@ from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
-from penstock.vocabulary.ids import LeaseId, OperationId, PinId
+from penstock.vocabulary.keys import LeaseId, OperationId, PinId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.machine.books import LeaseRecord
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 BLOCK_TOKENS = 2
 

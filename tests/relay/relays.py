@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.relay.process import RelayProcess
-    from penstock.relay.target import NixlArea, NixlTarget
-    from penstock.relay.writer import NixlLink
+    from penstock.relay.sides import NixlArea, NixlLink, NixlTarget
     from penstock.transport.remote import WriteEnd
 
 needs_nixl = pytest.mark.skipif(

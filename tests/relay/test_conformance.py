@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.relay.target import NixlTarget
+from penstock.relay.sides import NixlTarget
 from penstock.testing.data_transport_suite import DataTransportSuite
 from penstock.testing.writer_process import ProcessWriter, SuiteWriter
 from tests.relay.relays import needs_nixl

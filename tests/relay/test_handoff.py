@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lab.fixtures.handoff_pair import Shape
-from penstock.transport.private_folder import private_folder, socket_path
+from penstock.transport.unix_sockets import private_folder, socket_path
 from tests.relay.fleet import Fleet, disturb, draw_acts
 from tests.relay.party_process import PROGRAM, PartyOrders
 from tests.relay.relays import needs_nixl

@@ -11,10 +11,14 @@ import sys
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.relay.interfaces import DEVICES, addresses_of_this_machine, ucx_environment
-from penstock.relay.process import RelayProcess, hold_relay
-from penstock.relay.target import NixlTarget
-from penstock.relay.writer import NixlWriter
+from penstock.relay.process import (
+    DEVICES,
+    RelayProcess,
+    addresses_of_this_machine,
+    hold_relay,
+    ucx_environment,
+)
+from penstock.relay.sides import NixlTarget, NixlWriter
 from penstock.transport.remote import HandoffAddresses, WriteDone
 from tests.machines.machines import ROOT, RUNTIME, Network, why_no_machines
 from tests.relay.relays import listening, needs_nixl, open_ready, pid_of, settle

@@ -16,15 +16,13 @@ from penstock.relay import process
 from penstock.relay.agents import ENVIRONMENT
 from penstock.relay.messages import FRAME_BYTES_MAX, NEW_SESSION, READY, OpenSession
 from penstock.relay.process import RelayProcess
-from penstock.relay.target import NixlTarget
-from penstock.relay.writer import NixlWriter
+from penstock.relay.sides import NixlTarget, NixlWriter
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.messages import ProcessExited, ProcessStarted
-from penstock.supervisor.spec import ProcessSpec
+from penstock.supervisor.messages import ProcessExited, ProcessSpec, ProcessStarted
 from penstock.tiers.arena import Arena
-from penstock.transport.packets import channel_pair, send_packet
 from penstock.transport.remote import Fenced, NotYet, Span, WriteDone, WriteFailed
 from penstock.transport.shared_memory import listen
+from penstock.transport.unix_sockets import channel_pair, send_packet
 from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
 from tests.relay.relays import (
@@ -43,7 +41,7 @@ from tests.stopped import stop_process
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.relay.target import NixlArea
+    from penstock.relay.sides import NixlArea
 
 pytestmark = needs_nixl
 SIZE = 64 << 20

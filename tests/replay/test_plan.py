@@ -14,8 +14,16 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
-from penstock.replay.page import LineChart, page_of, round_sizes
-from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
+from penstock.replay.plan import (
+    ENOUGH,
+    CachePlan,
+    LineChart,
+    Planner,
+    PlanSettings,
+    cells_of,
+    page_of,
+    round_sizes,
+)
 from tests.serve import browser
 
 if TYPE_CHECKING:

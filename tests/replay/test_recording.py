@@ -14,9 +14,8 @@ import pytest
 
 from penstock.config import parse_config
 from penstock.errors import ConfigError
-from penstock.replay import recording
-from penstock.replay.recording import Recorder
-from penstock.replay.trace import TraceReader, TraceRequest, natural_block_tokens
+from penstock.replay import trace
+from penstock.replay.trace import Recorder, TraceReader, TraceRequest, natural_block_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +149,7 @@ def test_a_full_file_ends_the_recording_and_says_so_once(
 def test_a_block_has_one_name_also_when_names_are_not_kept_any_more(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "NAMES_KEPT", 4)
+    monkeypatch.setattr(trace, "NAMES_KEPT", 4)
     prompts = ["12", "13", "456789", "12", "1456"]
     for number, prompt in enumerate(prompts):
         name = str(number)
@@ -195,7 +194,7 @@ def test_keys_of_an_answer_that_are_added_later_are_no_part_of_the_prompt(
 def test_what_comes_is_written_soon_without_being_closed(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "LINGER_S", 0.01)
+    monkeypatch.setattr(trace, "LINGER_S", 0.01)
     written, real_write = threading.Event(), os.write
 
     def write(file: int, data: bytes) -> int:
@@ -203,7 +202,7 @@ def test_what_comes_is_written_soon_without_being_closed(
         written.set()
         return count
 
-    monkeypatch.setattr(recording, "os", SimpleNamespace(write=write, close=os.close))
+    monkeypatch.setattr(trace, "os", SimpleNamespace(write=write, close=os.close))
     for name in ("a", "b"):
         written.clear()
         recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
@@ -216,7 +215,7 @@ def test_what_comes_is_written_soon_without_being_closed(
 def test_requests_that_the_writer_is_too_slow_for_are_left_out_and_counted(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "QUEUE_MAX", 3)
+    monkeypatch.setattr(trace, "QUEUE_MAX", 3)
     for name in "abcde":
         recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
 
@@ -229,7 +228,7 @@ def test_requests_that_the_writer_is_too_slow_for_are_left_out_and_counted(
 def test_a_request_that_does_not_end_holds_a_bounded_number_back(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "OPEN_MAX", 3)
+    monkeypatch.setattr(trace, "OPEN_MAX", 3)
     recorder.begin("endless", keys_of("1"), token_count=5, block_tokens=4)
     for name in "abcd":
         recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
@@ -244,11 +243,11 @@ def test_a_file_that_does_not_answer_is_not_waited_for_and_told(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(recording, "CLOSE_S", 0.05)
+    monkeypatch.setattr(trace, "CLOSE_S", 0.05)
     slow = SimpleNamespace(
         write=lambda *given: goes_on.wait(60) and os.write(*given), close=os.close
     )
-    monkeypatch.setattr(recording, "os", slow)
+    monkeypatch.setattr(trace, "os", slow)
     recorder.begin("a", keys_of("1"), token_count=4, block_tokens=4)
     recorder.end("a", 1)
 
@@ -262,7 +261,7 @@ def test_a_file_that_does_not_answer_is_not_waited_for_and_told(
 def test_a_file_that_is_there_is_left_alone_and_another_one_is_begun(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FILES_MAX", 3)
+    monkeypatch.setattr(trace, "FILES_MAX", 3)
     file.write_text("what was recorded yesterday", encoding="utf-8")
 
     for number in (2, 3):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config import parse_config
 from penstock.errors import ConfigError, UnavailableError
-from penstock.replay.best import ROWS_IN_MEMORY, BestPossible
-from penstock.replay.simulation import Replay, Speeds, sized_cache
+from penstock.replay.simulation import ROWS_IN_MEMORY, BestPossible, Replay, Speeds, sized_cache
 from penstock.replay.trace import PerfectHints, TraceReader, TraceRequest
 
 if TYPE_CHECKING:

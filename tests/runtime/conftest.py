@@ -22,14 +22,14 @@ from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
+from penstock.runtime.messages import Agreement
 from penstock.runtime.offload import Offload
-from penstock.runtime.rank_facts import Agreement
 from penstock.runtime.rank_links import LocalLink
-from penstock.store import link
+from penstock.store.process import link
 from penstock.supervisor import client
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.explain import Miss
     from penstock.config import Config
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
 
     MakeEngine = Callable[..., "Engine"]
     MakeWorld = Callable[..., "World"]

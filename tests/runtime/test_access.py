@@ -15,7 +15,7 @@ import pytest
 
 import penstock
 from penstock.errors import AccessError, UnavailableError
-from penstock.testing.peer_process import peer_process
+from penstock.testing.writer_process import peer_process
 from tests.runtime.conftest import Engine, configure
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from penstock.cache.operations import Outcome
 from penstock.cache.states import LeaseState
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
-from penstock.testing.peer_process import PATIENCE_S, peer_process
+from penstock.testing.writer_process import PATIENCE_S, peer_process
 from tests.transport.test_signals import another_thread, send_soon
 
 if TYPE_CHECKING:

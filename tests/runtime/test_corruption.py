@@ -25,7 +25,7 @@ from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.layout import GroupKind, HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.fixtures.arena_damage import Damageable
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
 
 DAMAGED = 1000
 PROMPTS, BLOCKS = 250, 8

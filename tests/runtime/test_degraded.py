@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.table import mover_between
 from penstock.runtime import copy_executor
-from penstock.runtime.rank_facts import TierFacts
+from penstock.runtime.messages import TierFacts
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm

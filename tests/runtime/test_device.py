@@ -9,7 +9,7 @@ import torch
 import penstock
 from penstock.errors import ConfigError
 from penstock.tiers.tensors import PART_FIRST, Held, TensorGroup, TensorLayer, TensorTier
-from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.layout import GroupKind, HeadRange
 
 CONFIG = penstock.parse_config(
     'version = 1\nmodel.name = "none"\ncache = { block_tokens = 4 }\n'

@@ -10,8 +10,7 @@ from penstock.cache.explain import MissReason
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine.events import Acquire, CopyReport, ReleaseLease, Tick
-from penstock.vocabulary.ids import OperationId
-from penstock.vocabulary.keys import KeyChain
+from penstock.vocabulary.keys import KeyChain, OperationId
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine, MakeEngine

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.base import BaseCache
-from penstock.runtime.engine_steps import EngineSteps
+from penstock.runtime.copy_executor import EngineSteps
 from tests.runtime.conftest import Engine, Fleet, World, configure
 
 if TYPE_CHECKING:

@@ -85,7 +85,7 @@ def test_a_supervisor_that_never_answers_is_replaced(
     opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import signal; signal.pause()")
-    monkeypatch.setattr("penstock.supervisor.embedded.ANSWER_S", 0.2)
+    monkeypatch.setattr("penstock.supervisor.client.EMBEDDED_ANSWER_S", 0.2)
     with monkeypatch.context() as late:
         late.setenv("PYTHONPATH", str(tmp_path))
         engine = opened()

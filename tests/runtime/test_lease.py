@@ -14,7 +14,7 @@ from penstock.errors import CapacityError, LeaseError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
     from tests.runtime.conftest import Engine, MakeEngine
 
 

@@ -14,8 +14,7 @@ from lab.fixtures.inproc import channel_pair
 from lab.fixtures.rank_channels import over_channels, rejoin
 from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
-from penstock.runtime.messages import Plan, decode_plan, decode_report, encode_plan
-from penstock.runtime.rank_facts import TierFacts
+from penstock.runtime.messages import Plan, TierFacts, decode_plan, decode_report, encode_plan
 from penstock.transport.base import ReceivedFrame
 from penstock.vocabulary.checksums import Algorithm
 

@@ -12,7 +12,7 @@ from penstock.machine import effects as ef
 from penstock.runtime import rank_links
 from penstock.runtime.messages import NAME_BYTES_MAX, decode_plan
 from penstock.runtime.rank_links import ASK_S, GRACE_S, SequenceNumbers
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Fleet, MakeFleet

@@ -16,7 +16,7 @@ import penstock
 from penstock.tiers.linux_memory import MEMINFO
 
 if TYPE_CHECKING:
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
 
 MIB = 1 << 20
 BLOCK = 4

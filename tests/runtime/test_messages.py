@@ -28,7 +28,7 @@ from penstock.runtime.messages import (
     encode_plan,
     encode_report,
 )
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,8 @@ import penstock
 from penstock.cache.operations import Purpose
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
-from penstock.runtime.messages import Plan, decode_report, encode_plan
-from penstock.runtime.rank_facts import TierFacts
-from penstock.vocabulary.ids import OperationId
+from penstock.runtime.messages import Plan, TierFacts, decode_report, encode_plan
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Fleet, MakeFleet

@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.runtime.rank_facts import RankFacts, TierFacts
+from penstock.runtime.messages import RankFacts, TierFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -98,7 +98,7 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Fleet]]:
     """Opens engines over a store, each on a machine with a store process of its own."""
-    monkeypatch.setattr("penstock.store.link.SILENT_S", 1.0)
+    monkeypatch.setattr("penstock.store.process.link.SILENT_S", 1.0)
     with ExitStack() as undo:
 
         def opened(store: str, seed: int = 0) -> Fleet:

@@ -10,7 +10,7 @@ import penstock
 from penstock.cache.operations import Purpose
 from penstock.machine.effects import Copy
 from penstock.runtime.status import COPIES_KEPT, CopyLog
-from penstock.vocabulary.ids import Key, OperationId
+from penstock.vocabulary.keys import Key, OperationId
 
 BLOCK = 4
 

@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 from penstock.machine.events import Discovered, Prefetch, TierOff, TierOn
 from penstock.runtime.stored_tiers import FIND_KEYS_MAX, StoredTiers
 from penstock.store.base import OPENING, TierState
-from penstock.store.link import FoundInStore, Paged, StoreBack, StoreLost, StoreState, Voided
+from penstock.store.process.link import (
+    FoundInStore,
+    Paged,
+    StoreBack,
+    StoreLost,
+    StoreState,
+    Voided,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.machine.events import Event
-    from penstock.store.link import StoreResult
-    from penstock.vocabulary.ids import Key
+    from penstock.store.process.link import StoreResult
+    from penstock.vocabulary.keys import Key
 
 TIER = 2
 KEY = bytes(16)

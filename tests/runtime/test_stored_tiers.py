@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.runtime.stored_tiers import store_config
-from penstock.store.sockets import StoreListener
+from penstock.store.process.sessions import StoreListener
 from tests.descriptors import open_descriptors
 from tests.runtime.stored_engine import (
     BLOCK_TOKENS,
@@ -67,7 +67,7 @@ def test_more_than_host_memory_holds_comes_back_from_the_disk(
 def test_what_was_ordered_since_the_last_step_is_sent_before_an_engine_waits(
     opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.store.link.PING_S", 1000.0)  # Nothing else wakes it.
+    monkeypatch.setattr("penstock.store.process.link.PING_S", 1000.0)  # Nothing else wakes it.
     with opened() as engine:
         engine.wait_until_on()
         for number in range(4):
@@ -102,7 +102,7 @@ def test_a_store_process_that_is_killed_is_started_again_and_finds_its_blocks(
 def test_a_store_process_that_is_stopped_hangs_nobody(
     opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.store.link.SILENT_S", 0.5)
+    monkeypatch.setattr("penstock.store.process.link.SILENT_S", 0.5)
     with opened() as engine:
         engine.wait_until_on()
         for number in range(6):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.movers.base import Moved, Mover
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 CONFIG = penstock.parse_config(
     'version = 1\nmodel.name = "none"\n'

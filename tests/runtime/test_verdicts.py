@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
-from penstock.runtime.lease import Verdict
+from penstock.runtime.cache import Verdict
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine, MakeEngine

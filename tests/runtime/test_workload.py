@@ -17,7 +17,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
-    from penstock.runtime.lease import Lease
+    from penstock.runtime.cache import Lease
     from tests.runtime.conftest import Engine, MakeEngine
 
 RUNNING_MAX = 4

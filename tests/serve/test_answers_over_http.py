@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from penstock.cli.app import run
-from penstock_serve.observe.traffic import PHASES
+from penstock_serve.observe.live import PHASES
 from tests.serve.conftest import eventually
 
 if TYPE_CHECKING:

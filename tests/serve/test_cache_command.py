@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import run
-from penstock_serve.cli.cache import story_lines
+from penstock_serve.cli.status import story_lines
 from tests.serve.vllm_servers import answering
 
 if TYPE_CHECKING:

@@ -9,18 +9,17 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.server.admin_requests import (
+from penstock_serve.server.control import (
+    Control,
     DrainRequest,
     WeightsRequest,
     read_empty,
     read_pause,
     read_weights,
 )
-from penstock_serve.server.control import Control
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
-from penstock_serve.server.request_gate import PauseSettings, RequestGate, ServerState
-from penstock_serve.server.router import Router
+from penstock_serve.server.router import PauseSettings, RequestGate, Router, ServerState
 from tests.serve.test_router import Instance, answered, settled, submit
 
 if TYPE_CHECKING:

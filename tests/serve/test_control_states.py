@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.server.admin_requests import DrainRequest, SleepRequest, WeightsRequest
-from penstock_serve.server.control import Control
+from penstock_serve.server.control import Control, DrainRequest, SleepRequest, WeightsRequest
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
-from penstock_serve.server.request_gate import PauseSettings, RequestGate, ServerState
-from penstock_serve.server.router import Router
+from penstock_serve.server.router import PauseSettings, RequestGate, Router, ServerState
 from tests.serve.test_router import Instance, settled, submit
 
 NAMES = ("one", "two")

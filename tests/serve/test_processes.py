@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.spec import OnFailure
+from penstock.supervisor.messages import OnFailure
 from penstock_serve.server import processes
 from penstock_serve.server.processes import WAIT_VARIABLES, Processes, processes_of
 from tests.engine.test_spec import SPEC

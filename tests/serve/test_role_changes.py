@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.server.admin_requests import (
+from penstock_serve.server.control import (
+    Control,
     DrainRequest,
     RoleRequest,
     SleepRequest,
     WeightsRequest,
     read_role,
 )
-from penstock_serve.server.control import Control
 from penstock_serve.server.fields import BadRequest
 from tests.serve.test_router import settled
 from tests.serve.test_router_pairs import asked, given_up, instance_of, played, sent

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.config import parse_config
-from penstock.config.routing import RoutingTable
+from penstock.config.values import RoutingTable
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.server.instance_link import InstanceLost

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from penstock_serve.observe.traffic import PHASES
+from penstock_serve.observe.live import PHASES
 from tests.serve.conftest import (
     ENDLESS,
     ENDLESS_TOKENS,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from penstock_serve.server.access_log import AccessLog, name_request, note_tokens
-from penstock_serve.server.tracing import Tracing
+from penstock_serve.server.access_log import AccessLog, Tracing, name_request, note_tokens
 from tests.serve.conftest import SOON_S, serving
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def test_a_server_whose_collector_is_away_says_so_and_stops(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("penstock_serve.server.tracing.CLOSE_S", 0.05)
+    monkeypatch.setattr("penstock_serve.server.access_log.CLOSE_S", 0.05)
 
     ask("/v1/completions")
 
@@ -163,7 +162,7 @@ def test_without_the_package_one_line_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None\n"
         "from penstock.errors import UnavailableError\n"
-        "from penstock_serve.server.tracing import Tracing\n"
+        "from penstock_serve.server.access_log import Tracing\n"
         "try: Tracing()\n"
         "except UnavailableError as error: print(error)\n"
     )

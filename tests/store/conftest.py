@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.store import link
+from penstock.store.process import link
 from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess
 
 if TYPE_CHECKING:

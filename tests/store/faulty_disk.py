@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.store.disk_io import DiskCalls
+from penstock.store.disk.io import DiskCalls
 from penstock.testing.store_tier_suite import WAIT_S
 
 if TYPE_CHECKING:

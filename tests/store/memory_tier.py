@@ -27,17 +27,17 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store import server
 from penstock.store.__main__ import main as run_store
 from penstock.store.base import EndedJob, GoneBlocks, LoadJob, Page, SaveJob, TierState
-from penstock.store.messages import StoreConfig
+from penstock.store.process import server
+from penstock.store.process.messages import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.store.base import MappedArena, NewGeneration, Space
-    from penstock.store.messages import StoreTierConfig
-    from penstock.vocabulary.ids import Key
+    from penstock.store.process.messages import StoreTierConfig
+    from penstock.vocabulary.keys import Key
 
 Identity = tuple["Space", bytes, "Key"]
 

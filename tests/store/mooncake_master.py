@@ -61,9 +61,9 @@ class MooncakeMaster:
 
 HOLDER = """
 import sys
-from penstock.store.blobs import BlobStoreError
+from penstock.store.clients.blobs import BlobStoreError
 from penstock.config.shared_stores import MooncakeSettings
-from penstock.store.mooncake_blobs import MooncakeBlobs
+from penstock.store.clients.mooncake import MooncakeBlobs
 blobs = MooncakeBlobs(MooncakeSettings(master=sys.argv[1], segment_gib=0.25, threads=1))
 while True:
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.store.messages import StoreConfig
+from penstock.store.process.messages import StoreConfig
 from tests.store.store_lab import StoreEngine
 
 

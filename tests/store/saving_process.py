@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import LAYOUTS, SLOT_COUNT, StoreRig, wait_for_news
 
 GROUP = 4

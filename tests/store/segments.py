@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.store import disk_format
 from penstock.store.base import Space, part_name
-from penstock.store.disk_cipher import ASSOCIATED_BYTES
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.dtypes import DType
+from penstock.store.disk import format as disk_format
+from penstock.store.disk.format import ASSOCIATED_BYTES
+from penstock.vocabulary.checksums import CellSpan
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.store.disk_cipher import DiskCipher
+    from penstock.store.disk.format import DiskCipher
 
 FORM = Form(
     layout=Layout.split(

@@ -17,8 +17,7 @@ from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.keys import KeyChain
-from penstock.vocabulary.namespace import Namespace
+from penstock.vocabulary.keys import KeyChain, Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.store.base import EndedJob
-    from penstock.store.shared import SharedTier
-    from penstock.vocabulary.ids import Key
+    from penstock.store.shared.tier import SharedTier
+    from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Cell, Layout
 
 T = TypeVar("T")

@@ -17,16 +17,15 @@ import numpy as np
 from penstock.cache.operations import Purpose
 from penstock.machine.effects import Abandon, Copy
 from penstock.machine.events import CopyReport
-from penstock.store import link
-from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
-from penstock.store.link import StoreBack, StoreLink, StoreLost, StoreState
-from penstock.store.messages import StoreConfig, StoreTierConfig
+from penstock.store.process import link
+from penstock.store.process.client import ArenaOffer
+from penstock.store.process.link import StoreBack, StoreLink, StoreLost, StoreState
+from penstock.store.process.messages import StoreConfig, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.checksums import life_salt
-from penstock.vocabulary.ids import OperationId
-from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.keys import KEY_BYTES, OperationId
 from tests.forked import Forked
 from tests.stopped import stop_process
 from tests.store.segments import BLOCK_BYTES, FORM, SPAN
@@ -34,7 +33,7 @@ from tests.store.segments import BLOCK_BYTES, FORM, SPAN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.store.link import StoreResult
+    from penstock.store.process.link import StoreResult
 
     MakeEngine = Callable[..., "StoreEngine"]
 

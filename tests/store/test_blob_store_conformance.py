@@ -10,9 +10,9 @@ import pytest
 
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from penstock.config.shared_stores import MooncakeSettings, RedisSettings
-from penstock.store.blobs import BlobStoreError, BlobWrite
-from penstock.store.mooncake_blobs import MooncakeBlobs
-from penstock.store.redis_blobs import RedisBlobs
+from penstock.store.clients.blobs import BlobStoreError, BlobWrite
+from penstock.store.clients.mooncake import MooncakeBlobs
+from penstock.store.clients.redis import RedisBlobs
 from penstock.testing.blob_store_suite import SOON_S, BlobStoreSuite, FailingBlobStoreSuite
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis

@@ -13,18 +13,17 @@ from obstore.store import MemoryStore
 
 from penstock.cache.operations import BlockFault
 from penstock.config.shared_stores import MooncakeSettings, RedisSettings
-from penstock.store.blobs import BlobStoreError, BlobWrite
-from penstock.store.folder_blobs import FolderBlobs
-from penstock.store.mooncake_blobs import MooncakeBlobs
-from penstock.store.object_blobs import ObjectBlobs
-from penstock.store.redis_blobs import RedisBlobs
-from penstock.store.shared import SharedTier
-from penstock.store.shared_board import FAILURES_MAX
-from penstock.store.shared_value import generation_name, geometry_name, piece_of, value_name
+from penstock.store.clients.blobs import BlobStoreError, BlobWrite
+from penstock.store.clients.folder import FolderBlobs
+from penstock.store.clients.mooncake import MooncakeBlobs
+from penstock.store.clients.objects import ObjectBlobs
+from penstock.store.clients.redis import RedisBlobs
+from penstock.store.shared.board import FAILURES_MAX
+from penstock.store.shared.tier import SharedTier
+from penstock.store.shared.values import generation_name, geometry_name, piece_of, value_name
 from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 from tests.store.shared_engines import SLOT_COUNT, SPACE, Engine, draw_chain
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from penstock.store.blobs import BlobStore
+    from penstock.store.clients.blobs import BlobStore
 
     Damage = Callable[[str], None]
 

@@ -17,8 +17,7 @@ import pytest
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.base import LoadJob, Space
-from penstock.store.disk import DiskTier
-from penstock.store.disk_format import (
+from penstock.store.disk.format import (
     HEAD,
     PAGE_BYTES,
     ROW,
@@ -30,7 +29,8 @@ from penstock.store.disk_format import (
     seal_trailer,
     sound_rows,
 )
-from penstock.store.disk_index import digests_of
+from penstock.store.disk.index import digests_of
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     SAVE_SALT,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.store.base import GoneBlocks
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 LAYOUT = LAYOUTS["whole pages"]
 BLOCK = Geometry(segment_bytes=1 << 30, block_bytes=LAYOUT.block_bytes, cell_count=4).slot_bytes
@@ -104,7 +104,7 @@ def test_a_second_process_is_told_who_has_the_folder(
     program = """
 import sys
 from pathlib import Path
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 DiskTier(Path(sys.argv[1]), 1 << 20)
 """
 

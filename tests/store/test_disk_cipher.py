@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, UnavailableError
-from penstock.store.disk import DiskTier
-from penstock.store.disk_cipher import DiskCipher, load_cipher
-from penstock.store.disk_format import PAGE_BYTES, Geometry, read_head
-from penstock.store.inspect import inspect_folder
+from penstock.store.disk.format import PAGE_BYTES, DiskCipher, Geometry, load_cipher, read_head
+from penstock.store.disk.inspect import inspect_folder
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     WAIT_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import StoreTierSuite
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cache.operations import BlockFault
-from penstock.store.disk import DiskTier
-from penstock.store.disk_io import DiskCalls, open_within
+from penstock.store.disk.io import DiskCalls, open_within
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     WAIT_S,
@@ -329,7 +329,7 @@ def test_close_at_its_deadline_reports_what_was_not_written(
 
     release = threading.Thread(target=let_go_when_some_are_dropped)
     release.start()
-    monkeypatch.setattr("penstock.store.disk.THREADS_END_S", WAIT_S)
+    monkeypatch.setattr("penstock.store.disk.tier.THREADS_END_S", WAIT_S)
     tier.close(deadline=time.monotonic() + WAIT_S)
     release.join()
     collect_until(len(tickets))

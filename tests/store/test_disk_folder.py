@@ -13,9 +13,9 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.disk import DiskTier
-from penstock.store.disk_format import HEAD, PAGE_BYTES, seal_head
-from penstock.store.disk_io import DiskCalls
+from penstock.store.disk.format import HEAD, PAGE_BYTES, seal_head
+from penstock.store.disk.io import DiskCalls
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig, wait_until_recovered
 from tests.descriptors import open_descriptors
 

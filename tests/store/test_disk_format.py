@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from penstock.store import disk_format
-from penstock.store.disk_format import (
+from penstock.store.disk import format as disk_format
+from penstock.store.disk.format import (
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
     Geometry,
     seal_trailer,
 )
-from penstock.store.disk_io import trailer_sums
+from penstock.store.disk.io import trailer_sums
 from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, SPAN, Segment, block_of, key_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from penstock.errors import UnavailableError
 from penstock.store.base import NewGeneration, Space
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     SPACE,

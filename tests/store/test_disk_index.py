@@ -9,8 +9,8 @@ import pytest
 
 from penstock.movers.packing import load_parts_library
 from penstock.store.base import Space
-from penstock.store.disk_format import ROW, Geometry, seal_rows
-from penstock.store.disk_index import (
+from penstock.store.disk.format import ROW, Geometry, seal_rows
+from penstock.store.disk.index import (
     BlockIndex,
     DiskSegment,
     check_rows,

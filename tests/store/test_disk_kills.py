@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 from penstock.testing import failing_seed
 from penstock.testing.store_tier_suite import (
     WAIT_S,

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob, Space
-from penstock.store.disk import DiskTier
+from penstock.store.disk.tier import DiskTier
 from penstock.testing import failing_seed
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.store.base import EndedJob
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 NAMES = [b"one space of all", b"another one here"]
 KEYS = [bytes([number]) * 16 for number in range(60)]

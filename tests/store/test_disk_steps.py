@@ -14,9 +14,9 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.disk import DiskTier
-from penstock.store.disk_format import PAGE_BYTES, ROW, Geometry, sound_rows
-from penstock.store.disk_io import AlignedMemory, DiskCalls
+from penstock.store.disk.format import PAGE_BYTES, ROW, Geometry, sound_rows
+from penstock.store.disk.io import AlignedMemory, DiskCalls
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import LAYOUTS, SPACE, WAIT_S, StoreRig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.store.base import EndedJob
-    from penstock.store.disk_jobs import RunToRead, RunToWrite, SegmentToSync
+    from penstock.store.disk.threads import RunToRead, RunToWrite, SegmentToSync
     from penstock.testing.store_tier_suite import Saved
 
 LAYOUT = LAYOUTS["whole pages"]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.store import disk_format
-from penstock.store.disk import DiskTier
-from penstock.store.disk_cipher import DiskCipher
-from penstock.store.inspect import inspect_folder
+from penstock.store.disk import format as disk_format
+from penstock.store.disk.format import DiskCipher
+from penstock.store.disk.inspect import inspect_folder
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
 from penstock.testing.store_tier_suite import SPACE as SUITE_SPACE
 from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, Segment, key_of
@@ -22,7 +22,7 @@ from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, Segment, key_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.store.inspect import SegmentReport
+    from penstock.store.disk.inspect import SegmentReport
 
 OLD = SPACE._replace(generation=2)
 FIRST = Segment(numbers=[1, 2], age=1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.machine.events import CopyReport
-from penstock.store.link import (
+from penstock.store.process.link import (
     FoundInStore,
     Paged,
     StoreBack,
@@ -33,7 +33,7 @@ from tests.store.store_lab import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
     from tests.store.store_lab import MakeEngine
 
 

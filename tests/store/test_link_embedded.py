@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.store.link import StoreBack, StoreLost
-from penstock.store.sockets import connect_store
+from penstock.store.process.link import StoreBack, StoreLost
+from penstock.store.process.sessions import connect_store
 from tests.descriptors import open_descriptors
 from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.store.messages import StoreConfig
+    from penstock.store.process.messages import StoreConfig
     from tests.store.store_lab import MakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import pytest
 
 from lab.fixtures.lying_blobs import Lie, LyingBlobs
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
-from penstock.store.blobs import (
+from penstock.store.clients.blobs import (
     BlobOutcome,
     BlobRange,
     BlobRead,

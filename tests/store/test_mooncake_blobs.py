@@ -11,8 +11,8 @@ import pytest
 
 from penstock.config.shared_stores import MooncakeSettings
 from penstock.errors import ConfigError, UnavailableError
-from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead, BlobStoreError, BlobWrite
-from penstock.store.mooncake_blobs import MooncakeBlobs
+from penstock.store.clients.blobs import BlobOutcome, BlobRange, BlobRead, BlobStoreError, BlobWrite
+from penstock.store.clients.mooncake import MooncakeBlobs
 from tests.store.mooncake_master import MooncakeMaster, MooncakeSegment, require_mooncake
 from tests.store.redis_server import free_port
 

@@ -23,21 +23,23 @@ from obstore.store import AzureStore, GCSStore
 
 from penstock.config.shared_stores import ObjectSettings, Secret
 from penstock.errors import ConfigError, UnavailableError
-from penstock.store.blobs import (
+from penstock.store.clients.blobs import (
     BlobOutcome,
     BlobRange,
     BlobRead,
     BlobStoreError,
     BlobWrite,
 )
-from penstock.store.folder_blobs import FolderBlobs
-from penstock.store.object_blobs import ObjectBlobs, _open_store, open_objects
-from penstock.store.object_index import (
+from penstock.store.clients.folder import FolderBlobs
+from penstock.store.clients.objects import (
     OBJECT_BYTES_MAX,
+    ObjectBlobs,
     ObjectContent,
     ObjectIndex,
     ObjectManifest,
+    _open_store,
     decode_manifest,
+    open_objects,
 )
 from penstock.testing.blob_store_suite import BlobStoreSuite
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.store.blobs import BlobStore
+    from penstock.store.clients.blobs import BlobStore
 
 SOON_S = 60.0
 SOON_REFRESHED_S = 0.001

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.link import (
+from penstock.store.process.link import (
     STEP_KEYS_MAX,
     FoundInStore,
     Paged,
@@ -18,7 +18,7 @@ from penstock.store.link import (
     StoreState,
     Voided,
 )
-from penstock.store.tier_slots import TierSlot
+from penstock.store.process.tier_slots import TierSlot
 from tests.store.segments import BLOCK_BYTES
 from tests.store.store_lab import DISK, PATIENCE_S, StoreEngine, StoreProcess, key_of
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pytest
 
     from penstock.store.base import StoreTier
-    from penstock.store.messages import StoreTierConfig
+    from penstock.store.process.messages import StoreTierConfig
     from tests.store.store_lab import MakeEngine
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.store.link import FoundInStore
-from penstock.store.messages import (
+from penstock.store.process.link import FoundInStore
+from penstock.store.process.messages import (
     FRAME_BYTES_MAX,
     PAGE_KEYS_MAX,
     ArenaOffered,
@@ -29,8 +29,8 @@ from penstock.store.messages import (
     arena_name,
     requests,
 )
-from penstock.store.server import SESSIONS_MAX
-from penstock.transport.packets import send_packet
+from penstock.store.process.server import SESSIONS_MAX
+from penstock.transport.unix_sockets import send_packet
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.store.segments import FORM
 from tests.store.store_lab import DISK, PATIENCE_S, SLOTS, SPACE, StoreEngine, StoreProcess
@@ -38,7 +38,7 @@ from tests.store.store_lab import DISK, PATIENCE_S, SLOTS, SPACE, StoreEngine, S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.store.messages import AnyStoreRequest
+    from penstock.store.process.messages import AnyStoreRequest
 
 
 class RawClient:

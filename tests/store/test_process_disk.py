@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cache.operations import BlockFault
-from penstock.store.link import StoreBack, StoreLost, StoreState, Voided
+from penstock.store.process.link import StoreBack, StoreLost, StoreState, Voided
 from tests.store.store_lab import DISK, StoreEngine, StoreProcess, impatience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.store.link import StoreResult
+    from penstock.store.process.link import StoreResult
 
 SIZE_BYTES = 8 << 20
 

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.config.shared_stores import RedisSettings, Secret
 from penstock.errors import ConfigError, UnavailableError
-from penstock.store import redis_connections
-from penstock.store.blobs import (
+from penstock.store.clients import redis
+from penstock.store.clients.blobs import (
     BlobOutcome,
     BlobRange,
     BlobRead,
@@ -23,7 +23,7 @@ from penstock.store.blobs import (
     BlobWrite,
     NotKeptError,
 )
-from penstock.store.redis_blobs import RedisBlobs
+from penstock.store.clients.redis import RedisBlobs
 from tests.store.redis_server import RedisServer, free_port, require_redis
 from tests.store.tcp_proxy import Mood, TcpProxy
 
@@ -149,14 +149,14 @@ def test_answers_that_do_not_come_as_they_should_cost_one_call(
     with closing(TcpProxy(server.port)) as proxy, open_blobs(proxy.url) as blobs:
         put(blobs, "proxy/value", value)
 
-        monkeypatch.setattr(redis_connections, "OPEN_S", 0.5)
+        monkeypatch.setattr(redis, "OPEN_S", 0.5)
         proxy.mood = mood
         with pytest.raises(BlobStoreError):
             take(blobs, "proxy/value", len(value), 0.3)
         with pytest.raises(BlobStoreError):
             blobs.get("proxy/value", timeout_s=0.3)
         proxy.mood = Mood.HONEST
-        monkeypatch.setattr(redis_connections, "OPEN_S", SOON_S)
+        monkeypatch.setattr(redis, "OPEN_S", SOON_S)
 
         # An attempt to connect that was begun before may have to fail first.
         while True:

@@ -13,13 +13,13 @@ from obstore.store import MemoryStore
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store import shared_whole
-from penstock.store.folder_blobs import FolderBlobs
-from penstock.store.messages import StoreTierConfig
-from penstock.store.object_blobs import ObjectBlobs
-from penstock.store.shared import SharedTier
-from penstock.store.shared_kinds import open_shared
-from penstock.store.shared_value import CODEC_PLAIN, CODEC_PLANES, HEAD, HEAD_BYTES, _sum_of
+from penstock.store.clients.folder import FolderBlobs
+from penstock.store.clients.objects import ObjectBlobs
+from penstock.store.process.messages import StoreTierConfig
+from penstock.store.process.tier_slots import open_shared
+from penstock.store.shared import io
+from penstock.store.shared.tier import SharedTier
+from penstock.store.shared.values import CODEC_PLAIN, CODEC_PLANES, HEAD, HEAD_BYTES, _sum_of
 from penstock.testing.store_tier_suite import WAIT_S
 from tests.store.shared_engines import NOISE, Engine, draw_chain
 from tests.store.test_shared import found_in_time, split
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.store.base import EndedJob
-    from penstock.store.blobs import BlobStore
+    from penstock.store.clients.blobs import BlobStore
 
     OpenTier = Callable[..., SharedTier]
 
@@ -217,7 +217,7 @@ def test_without_the_package_compressed_blocks_are_missed_and_the_tier_that_want
 ) -> None:
     keys = draw_chain(1, 2)
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.block_codec", None)
+    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
     engine = Engine(open_tier(compress=False), split(1), salt=2)
 
     ended = engine.load(keys)
@@ -238,8 +238,8 @@ def test_compressed_blocks_that_cannot_be_read_are_read_once_and_missed_as_anoth
     keys = draw_chain(1, 4)
     Engine(open_tier(compress=False), split(1)).save(keys[:1])
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.block_codec", None)
-    monkeypatch.setattr(shared_whole, "_warned", set())
+    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
+    monkeypatch.setattr(io, "_warned", set())
     engine = Engine(open_tier(compress=False), split(1), salt=2)
     assert found_in_time(engine, keys) == 4
     engine.load(keys)
@@ -258,7 +258,7 @@ def test_a_block_that_could_not_be_read_is_found_again_once_it_was_written_anew(
 ) -> None:
     keys = draw_chain(1, 2)
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.block_codec", None)
+    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
     engine = Engine(open_tier(compress=False), split(1), salt=2)
     engine.load(keys)
     engine.save(keys)

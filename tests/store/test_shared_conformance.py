@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from obstore.store import MemoryStore
 
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
-from penstock.store.folder_blobs import FolderBlobs
-from penstock.store.object_blobs import ObjectBlobs
-from penstock.store.shared import SharedTier
+from penstock.store.clients.folder import FolderBlobs
+from penstock.store.clients.objects import ObjectBlobs
+from penstock.store.shared.tier import SharedTier
 from penstock.testing.store_tier_suite import StoreTierSuite
 
 if TYPE_CHECKING:

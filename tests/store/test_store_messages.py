@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PeerError
-from penstock.store.messages import (
+from penstock.store.process.messages import (
     BATCH_BYTES,
     BLOCKS_MAX,
     FRAME_BYTES_MAX,

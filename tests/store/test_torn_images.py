@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.store.disk import DiskTier
-from penstock.store.disk_cipher import DiskCipher
-from penstock.store.disk_format import PAGE_BYTES, ROW_BYTES, Geometry, read_head
-from penstock.store.disk_io import DiskCalls
-from penstock.store.inspect import inspect_folder
+from penstock.store.disk.format import PAGE_BYTES, ROW_BYTES, DiskCipher, Geometry, read_head
+from penstock.store.disk.inspect import inspect_folder
+from penstock.store.disk.io import DiskCalls
+from penstock.store.disk.tier import DiskTier
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     LOAD_SALT,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Layout
 
 SIZE_BYTES = 1 << 20

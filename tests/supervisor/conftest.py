@@ -14,7 +14,7 @@ import pytest
 
 from penstock.supervisor import client
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.spec import ProcessSpec
+from penstock.supervisor.messages import ProcessSpec
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 
 if TYPE_CHECKING:

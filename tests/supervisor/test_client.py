@@ -16,8 +16,7 @@ import pytest
 
 from penstock.supervisor.client import Supervisor, SupervisorLink
 from penstock.supervisor.descriptors import inherited_descriptor
-from penstock.supervisor.messages import ProcessExited, ProcessStarted
-from penstock.supervisor.spec import ProcessSpec
+from penstock.supervisor.messages import ProcessExited, ProcessSpec, ProcessStarted
 from penstock.transport.base import ChannelClosed, Empty
 from tests.supervisor.conftest import PATIENCE_S
 

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from penstock.supervisor import messages as ms
 from penstock.supervisor.client import SupervisorLink
 from penstock.supervisor.descriptors import HELD_MAX
-from penstock.supervisor.messages import WAITING_MAX
-from penstock.supervisor.spec import ProcessSpec
+from penstock.supervisor.messages import WAITING_MAX, ProcessSpec
 from penstock.transport.base import ChannelFailed, Empty
-from penstock.transport.packets import channel_pair
+from penstock.transport.unix_sockets import channel_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.supervisor.descriptors import HELD_MAX, HeldDescriptors
-from penstock.supervisor.keeper import KeepRequest, serve_keep_request
-from penstock.supervisor.messages import Hold, ProcessExited, RequestRefused, decode_answer, encode
-from penstock.supervisor.spec import OnFailure
+from penstock.supervisor.descriptors import (
+    HELD_MAX,
+    HeldDescriptors,
+    KeepRequest,
+    serve_keep_request,
+)
+from penstock.supervisor.messages import (
+    Hold,
+    OnFailure,
+    ProcessExited,
+    RequestRefused,
+    decode_answer,
+    encode,
+)
 
 if TYPE_CHECKING:
     from tests.supervisor.conftest import Lab

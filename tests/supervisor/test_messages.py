@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.supervisor import messages as ms
-from penstock.supervisor.spec import Never, OnFailure, ProcessSpec
+from penstock.supervisor.messages import Never, OnFailure, ProcessSpec
 
 names = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True)
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)

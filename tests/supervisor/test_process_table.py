@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.supervisor.descriptors import HeldDescriptors
+from penstock.supervisor.loop import ProcessTable
 from penstock.supervisor.messages import (
+    READY_S,
     Done,
+    OnFailure,
     ProcessExited,
+    ProcessSpec,
     ProcessStarted,
     RequestRefused,
     RestartsExhausted,
 )
-from penstock.supervisor.process_table import ProcessTable
-from penstock.supervisor.spec import READY_S, OnFailure, ProcessSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

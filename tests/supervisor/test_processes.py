@@ -14,9 +14,14 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.messages import ProcessExited, ProcessStarted, RestartsExhausted
-from penstock.supervisor.process_table import PROCESSES_MAX
-from penstock.supervisor.spec import OnFailure, ProcessSpec
+from penstock.supervisor.loop import PROCESSES_MAX
+from penstock.supervisor.messages import (
+    OnFailure,
+    ProcessExited,
+    ProcessSpec,
+    ProcessStarted,
+    RestartsExhausted,
+)
 from penstock.tiers.arena import Arena
 from tests.supervisor.conftest import PATIENCE_S
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.supervisor.process_table import RestartHistory
-from penstock.supervisor.spec import Never, OnFailure
+from penstock.supervisor.loop import RestartHistory
+from penstock.supervisor.messages import Never, OnFailure
 
 
 def test_the_delay_doubles_up_to_its_limit() -> None:

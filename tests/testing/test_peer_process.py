@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from penstock.testing import peer_process as module
-from penstock.testing.peer_process import peer_process
+from penstock.testing import writer_process as module
+from penstock.testing.writer_process import peer_process
 
 ECHO = """
 import sys

@@ -8,9 +8,8 @@ import pytest
 from lab.fixtures.reshard_oracle import draw_case
 from penstock.testing.route_copying import RouteCopier, RouteExtents
 from penstock.testing.seeds import failing_seed
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, CellSums
-from penstock.vocabulary.narrowing import cell_positions, narrow
+from penstock.vocabulary.checksums import Algorithm, CellSpan, CellSums
+from penstock.vocabulary.layout import cell_positions, narrow
 
 
 @pytest.mark.parametrize("seeds", [25, pytest.param(200, marks=pytest.mark.long)])

@@ -14,12 +14,11 @@ import penstock
 from penstock.cache.states import LeaseState
 from penstock.config import parse_config
 from penstock.errors import ConfigError
-from penstock.runtime.lower_tiers import build_lower_tiers
+from penstock.runtime.tiers import build_lower_tiers
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena, MemoryCalls
 from penstock.tiers.host import HostTier, slot_bytes, slots_within, tier_bytes
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, CellSums
+from penstock.vocabulary.checksums import Algorithm, CellSpan, CellSums
 from penstock.vocabulary.layout import Layout
 from tests.descriptors import open_descriptors
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.testing.tier_suite import LAYOUTS, read_slots
 from penstock.tiers.base import KeepsSums
-from penstock.tiers.memory import MemoryTier
+from penstock.tiers.host import MemoryTier
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

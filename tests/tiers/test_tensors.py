@@ -15,8 +15,10 @@ from penstock.cache.operations import Purpose  # noqa: E402 - torch may be absen
 from penstock.movers.memcpy import MemcpyMover  # noqa: E402
 from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle  # noqa: E402
 from penstock.testing.tier_suite import read_slots  # noqa: E402
-from penstock.tiers.host import HostTier  # noqa: E402
-from penstock.tiers.memory import MemoryTier  # noqa: E402
+from penstock.tiers.host import (  # noqa: E402
+    HostTier,
+    MemoryTier,
+)
 from penstock.tiers.tensors import (  # noqa: E402
     PART_FIRST,
     Held,
@@ -24,11 +26,17 @@ from penstock.tiers.tensors import (  # noqa: E402
     TensorLayer,
     TensorTier,
 )
-from penstock.vocabulary.cell_span import CellSpan  # noqa: E402
-from penstock.vocabulary.checksums import Algorithm, life_salt  # noqa: E402
-from penstock.vocabulary.dtypes import DType  # noqa: E402
-from penstock.vocabulary.layers import GroupKind, HeadRange  # noqa: E402
-from penstock.vocabulary.planes import Axis, PlaneRole  # noqa: E402
+from penstock.vocabulary.checksums import (  # noqa: E402
+    Algorithm,
+    CellSpan,
+    life_salt,
+)
+from penstock.vocabulary.layout import GroupKind, HeadRange  # noqa: E402
+from penstock.vocabulary.planes import (  # noqa: E402
+    Axis,
+    DType,
+    PlaneRole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

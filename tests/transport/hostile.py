@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from penstock.transport.wire import ChannelHello, Window, encode_greeting
+from penstock.transport.zmq_link import ChannelHello, Window, encode_greeting
 
 if TYPE_CHECKING:
     import random

@@ -19,13 +19,13 @@ import pytest
 from lab.fixtures.inproc import InprocFabric
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, send_until_full, soon
-from penstock.testing.peer_process import peer_process
+from penstock.testing.writer_process import peer_process
 from penstock.transport.base import BacklogError, Empty
 from penstock.transport.remote import Fenced, Span, WriteDone
 from penstock.transport.shared_memory import SharedTarget, _map, connect_shared
 from penstock.transport.waiting import wait_readable
-from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, ChannelSettings, Listener, dial
+from penstock.transport.zmq_link import RefusalReason
 from tests.descriptors import open_descriptors
 from tests.ports import free_ports
 

@@ -13,8 +13,8 @@ from penstock.cli.app import run
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, soon
 from penstock.transport.machine_keys import MachineKeys, is_local
-from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
+from penstock.transport.zmq_link import RefusalReason
 
 EVERYWHERE = "tcp://0.0.0.0:*"
 QUICK = ChannelSettings(open_s=0.5)

@@ -15,11 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UnavailableError
-from penstock.testing.peer_process import peer_process
-from penstock.testing.writer_process import drawn_bytes
+from penstock.testing.writer_process import drawn_bytes, peer_process
 from penstock.transport import shared_memory
-from penstock.transport.posted import SPARE_MAX
-from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet, Span, WriteDone, WriteFailed
+from penstock.transport.remote import (
+    NOTICE_BYTES_MAX,
+    SPARE_MAX,
+    Fenced,
+    NotYet,
+    Span,
+    WriteDone,
+    WriteFailed,
+)
 from penstock.transport.shared_memory import (
     CALLERS_MAX,
     Description,
@@ -35,7 +41,7 @@ from tests.descriptors import open_descriptors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.testing.peer_process import PeerProcess
+    from penstock.testing.writer_process import PeerProcess
     from penstock.transport.shared_memory import SharedArea, SharedLink
 
 SIZE = 8 << 20

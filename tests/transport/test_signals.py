@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.transport.signals import SignalDescriptor
-from penstock.transport.waiting import wait_readable
+from penstock.transport.waiting import SignalDescriptor, wait_readable
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:

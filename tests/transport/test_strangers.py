@@ -18,8 +18,9 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, soon
-from penstock.testing.peer_process import peer_process
-from penstock.transport.private_folder import (
+from penstock.testing.writer_process import peer_process
+from penstock.transport.shared_memory import SharedTarget, connect_shared
+from penstock.transport.unix_sockets import (
     SOCKET_PATH_BYTES_MAX,
     private_folder,
     require_private,
@@ -27,14 +28,13 @@ from penstock.transport.private_folder import (
     shared_folder,
     socket_path,
 )
-from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, connect, dial
 from tests.transport.hostile import bound_by, send_stream, storm, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.testing.peer_process import PeerProcess
+    from penstock.testing.writer_process import PeerProcess
     from penstock.transport.zmq_channel import ZmqChannel
 
 NOBODY = 65534
@@ -262,7 +262,7 @@ def test_another_user_gets_no_memory_even_where_the_folder_lets_it_in(tmp_path: 
 
 HOLDER = """
 import sys
-from penstock.transport.private_folder import private_folder
+from penstock.transport.unix_sockets import private_folder
 print(private_folder(), flush=True)
 sys.stdin.read()
 """

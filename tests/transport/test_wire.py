@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.transport.wire import (
+from penstock.transport.zmq_link import (
     ChannelHello,
     ChannelRefusal,
     ChannelWelcome,

@@ -18,7 +18,8 @@ from penstock.transport.base import (
     ReceivedFrame,
 )
 from penstock.transport.waiting import wait_readable
-from penstock.transport.wire import (
+from penstock.transport.zeromq import IPC, LOOPBACK, WAITING_MAX, ChannelSettings, Listener, dial
+from penstock.transport.zmq_link import (
     HEADER_BYTES,
     HELLO_BYTES_MAX,
     ChannelHello,
@@ -31,15 +32,16 @@ from penstock.transport.wire import (
     encode_credit,
     encode_frame,
     encode_greeting,
+    knock_with,
+    new_keys,
+    private_address,
 )
-from penstock.transport.zeromq import IPC, LOOPBACK, WAITING_MAX, ChannelSettings, Listener, dial
-from penstock.transport.zmq_link import knock_with, new_keys, private_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.transport.wire import Greeting
     from penstock.transport.zmq_channel import ZmqChannel
+    from penstock.transport.zmq_link import Greeting
 
 LIFE = 0x1234_5678_9ABC_DEF0
 WINDOW = Window(8, 1 << 20)

@@ -19,16 +19,16 @@ from penstock.testing.channel_suite import (
     send_until_full,
     soon,
 )
-from penstock.testing.peer_process import peer_process
+from penstock.testing.writer_process import peer_process
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
-from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
+from penstock.transport.zmq_link import RefusalReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.testing.peer_process import PeerProcess
+    from penstock.testing.writer_process import PeerProcess
     from penstock.transport.base import Received
     from penstock.transport.zmq_channel import ZmqChannel
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.cache.operations import Purpose
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.connectors.vllm.adapter import PenstockConnector, RankHandshake
-from penstock.runtime.rank_facts import RankFacts
+from penstock.runtime.messages import RankFacts
 
 
 class UnpinnedConnector(PenstockConnector):

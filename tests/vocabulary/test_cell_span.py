@@ -13,14 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, CellSums, add_sums, cell_seed, cell_sum
-from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.checksums import (
+    Algorithm,
+    CellSpan,
+    CellSums,
+    add_sums,
+    cell_seed,
+    cell_sum,
+)
 from penstock.vocabulary.form import Shard
-from penstock.vocabulary.layers import HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.packing import Blocks, copy_blocks
-from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
+from penstock.vocabulary.layout import HeadRange, Layer, Layout
+from penstock.vocabulary.planes import Axis, DType, PlaneRole, plane_from_strides
+from penstock.vocabulary.reshard import Blocks, copy_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard, StorageFormat
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
+from penstock.vocabulary.planes import Axis, DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable

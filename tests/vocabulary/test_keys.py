@@ -20,8 +20,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.keys import Anchor, Item, KeyChain
-from penstock.vocabulary.namespace import Namespace
+from penstock.vocabulary.keys import Anchor, Item, KeyChain, Namespace
 
 VECTORS: dict[str, Any] = json.loads(
     Path(__file__).with_name("key_vectors.json").read_text(encoding="utf-8")

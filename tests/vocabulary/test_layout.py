@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import ALL_HEADS, Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import (
     Axis,
+    DType,
     Extent,
     Plane,
     PlaneRole,

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.keys import KeyChain
-from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
+from penstock.vocabulary.keys import FIELD_BYTES_MAX, KeyChain, Namespace
 
 VECTORS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("key_vectors.json").read_text(encoding="utf-8")

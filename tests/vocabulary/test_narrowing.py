@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.narrowing import Cut, cell_positions, narrow, token_window
-from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
+from penstock.vocabulary.layout import (
+    Cut,
+    Group,
+    GroupKind,
+    HeadRange,
+    Layer,
+    Layout,
+    cell_positions,
+    narrow,
+    token_window,
+)
+from penstock.vocabulary.planes import Axis, DType, PlaneRole, plane_from_strides
 
 LAYOUT = Layout.split(
     layers=range(3),

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.packing import Blocks, Buffers, copy_blocks
-from penstock.vocabulary.planes import Axis, Dim, Plane, PlaneRole
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
+from penstock.vocabulary.planes import Axis, Dim, DType, Plane, PlaneRole
+from penstock.vocabulary.reshard import Blocks, Buffers, copy_blocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.planes import (
     Axis,
     Dim,
+    DType,
     Plane,
     PlaneRole,
     opaque_plane,

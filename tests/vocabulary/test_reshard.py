@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from lab.fixtures.reshard_oracle import KINDS, Model, Side
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.narrowing import cell_positions, narrow
+from penstock.vocabulary.layout import HeadRange, Layout, cell_positions, narrow
+from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from penstock.store.disk_io import DiskCalls, open_within
+from penstock.store.disk.io import DiskCalls, open_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

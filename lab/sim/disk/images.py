@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from lab.sim.disk.process import DiskTruth
-    from penstock.store.disk import DiskTier
+    from penstock.store.disk.tier import DiskTier
 
 IMAGES_MAX = 3
 RECORDS = ("generations", "generations.copy")

@@ -23,10 +23,10 @@ from lab.sim.disk.device import ProcessKilledError, SimDisk
 from lab.sim.disk.images import FolderImages, Resets
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob, Space
-from penstock.store.disk import DiskTier
-from penstock.store.disk_format import PAGE_BYTES, ROW_BYTES, Geometry
-from penstock.store.disk_index import digests_of
-from penstock.store.disk_io import AlignedMemory
+from penstock.store.disk.format import PAGE_BYTES, ROW_BYTES, Geometry
+from penstock.store.disk.index import digests_of
+from penstock.store.disk.io import AlignedMemory
+from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from lab.sim.disk.images import Travel
     from penstock.store.base import EndedJob, MappedArena
-    from penstock.store.disk_index import DiskSegment
-    from penstock.store.disk_segments import SegmentPool
-    from penstock.vocabulary.ids import Key
+    from penstock.store.disk.index import DiskSegment
+    from penstock.store.disk.segments import SegmentPool
+    from penstock.vocabulary.keys import Key
 
 NESTED_MAX = 3
 """So many calls of the disk are under way at the same time."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from lab.sim.disk.process import WatchedTier
     from penstock.store.base import EndedJob
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 ARENA_SLOTS = 24
 BLOCK_BYTES = (100, 512, 4096, 5000)

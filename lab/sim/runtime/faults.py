@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.stores import Stores
     from lab.sim.runtime.world import RuntimeWorld
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 class RuntimeFaultInjector(FaultInjector):

@@ -18,12 +18,9 @@ import numpy as np
 
 from lab.sim.ranks import MIXED, ROTTEN, Cell
 from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.host import HostTier
-from penstock.tiers.memory import MemoryTier
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.layers import Group, GroupKind, Layer
-from penstock.vocabulary.layout import Layout
+from penstock.tiers.host import HostTier, MemoryTier
+from penstock.vocabulary.checksums import Algorithm, CellSpan
+from penstock.vocabulary.layout import Group, GroupKind, Layer, Layout
 from penstock.vocabulary.planes import opaque_plane
 
 if TYPE_CHECKING:

@@ -18,17 +18,17 @@ from penstock.cache.operations import Purpose
 from penstock.cache.settings import HUB
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
-from penstock.store.messages import arena_name
+from penstock.store.process.messages import arena_name
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lab.sim.runtime.world import RuntimeWorld
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 SLOTS = 8
 

@@ -17,10 +17,9 @@ from lab.sim.runtime.ways import Post
 from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.copy_executor import CopyExecutor
-from penstock.runtime.messages import decode_plan, decode_report
+from penstock.runtime.messages import RankFacts, TierFacts, decode_plan, decode_report
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_facts import RankFacts, TierFacts
-from penstock.store.messages import arena_name
+from penstock.store.process.messages import arena_name
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.machine.events import CopyReport
     from penstock.runtime.messages import RankReport
     from penstock.store.base import MappedArena
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 class RuntimeJob(Job):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lab.sim.runtime.world import RuntimeWorld
-    from penstock.store.sockets import PeerCredentials
+    from penstock.store.process.sessions import PeerCredentials
 
 _EVENT_FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 

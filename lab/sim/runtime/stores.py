@@ -34,14 +34,13 @@ from lab.sim.disk.world import make_folder
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM
 from lab.sim.runtime.sockets import SimDeath, SimListener, sim_socket_pair
-from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
-from penstock.store.link import StoreLink
-from penstock.store.messages import SaveRequest, StoreConfig, StoreTierConfig, split_keys
-from penstock.store.server import StoreServer
-from penstock.store.sockets import PeerCredentials, StoreConnection
-from penstock.store.store_session import StoreSession
-from penstock.store.tier_slots import TierSlot
+from penstock.store.process.client import ArenaOffer, StoreSession
+from penstock.store.process.link import StoreLink
+from penstock.store.process.messages import SaveRequest, StoreConfig, StoreTierConfig, split_keys
+from penstock.store.process.server import StoreServer
+from penstock.store.process.sessions import PeerCredentials, StoreConnection
+from penstock.store.process.tier_slots import TierSlot
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.machine.effects import Copy
     from penstock.store.base import MappedArena
-    from penstock.store.messages import JobRequest
-    from penstock.store.sessions import ClientSession, OwnerState
-    from penstock.store.tier_slots import OpenTier
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.store.process.messages import JobRequest
+    from penstock.store.process.sessions import ClientSession, OwnerState
+    from penstock.store.process.tier_slots import OpenTier
+    from penstock.vocabulary.keys import Key, OperationId
 
 SOCKET = Path("/simulated/socket")
 SPACE = b"a simulated one."

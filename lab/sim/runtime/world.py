@@ -31,16 +31,15 @@ from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
-from penstock.machine.write_behind import CAUSE
+from penstock.machine.writes import CAUSE
 from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
 from penstock.runtime.driver import Driver
-from penstock.runtime.messages import decode_report
+from penstock.runtime.messages import agree, decode_report
 from penstock.runtime.offload import Offload
-from penstock.runtime.rank_facts import agree
 from penstock.runtime.rank_links import Acknowledgements, LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers
-from penstock.store.embedded import STARTING
+from penstock.store.process.client import STARTING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +51,8 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.machine.effects import Effect
     from penstock.machine.events import Event
-    from penstock.runtime.rank_facts import RankFacts
-    from penstock.vocabulary.ids import OperationId
+    from penstock.runtime.messages import RankFacts
+    from penstock.vocabulary.keys import OperationId
 
 
 class WatchedMachine(CacheMachine):

@@ -13,16 +13,15 @@ import numpy as np
 
 from lab.sim.checkers import SimulationError
 from penstock.store.base import MappedArena, Space, part_name
-from penstock.store.shared import SharedTier
-from penstock.store.shared_board import RunOfBlocks
-from penstock.store.shared_io import FrontMemory
-from penstock.store.shared_workers import names_of
+from penstock.store.shared.board import RunOfBlocks
+from penstock.store.shared.io import FrontMemory
+from penstock.store.shared.tier import SharedTier
+from penstock.store.shared.workers import names_of
 from penstock.tiers.host import HostTier
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
-from penstock.vocabulary.keys import KeyChain
+from penstock.vocabulary.keys import KeyChain, Namespace
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.namespace import Namespace
+from penstock.vocabulary.planes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.store.base import FindJob, LoadJob, SaveJob
-    from penstock.store.blobs import BlobStore
-    from penstock.store.shared_board import Question
+    from penstock.store.clients.blobs import BlobStore
+    from penstock.store.shared.board import Question
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Cell
 
 SPACE = b"the one of these"

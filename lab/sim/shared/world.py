@@ -26,15 +26,15 @@ from lab.sim.shared.engine import ARENA_SLOTS, SPACE, Geometry, SimulatedEngine,
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import FindJob, LoadJob, SaveJob
-from penstock.store.generations import Lineage
-from penstock.store.shared_value import generation_name
+from penstock.store.shared.board import Lineage
+from penstock.store.shared.values import generation_name
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.store.base import EndedJob
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 TURNS = 70
 TEXTS = 2

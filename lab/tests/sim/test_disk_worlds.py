@@ -10,12 +10,11 @@ from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_see
 from lab.sim.disk import DiskWorld
 from lab.sim.disk.world import Crash
 from lab.sim.scenarios import Scenario
-from penstock.store import disk_generations, disk_threads
-from penstock.store.disk import DiskTier
-from penstock.store.disk_generations import Generations
-from penstock.store.disk_jobs import JobBoard
-from penstock.store.disk_segments import SegmentPool
-from penstock.store.disk_threads import DiskThreads
+from penstock.store.disk import folder, threads
+from penstock.store.disk.folder import Generations
+from penstock.store.disk.segments import SegmentPool
+from penstock.store.disk.threads import DiskThreads, JobBoard
+from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.store.base import LoadJob, SaveJob, Space
-    from penstock.store.disk_index import DiskSegment
-    from penstock.store.disk_io import AlignedMemory, DiskCalls, Run
-    from penstock.store.disk_jobs import RunToWrite, SaveInHand
-    from penstock.vocabulary.ids import Key
+    from penstock.store.disk.index import DiskSegment
+    from penstock.store.disk.io import AlignedMemory, DiskCalls, Run
+    from penstock.store.disk.threads import RunToWrite, SaveInHand
+    from penstock.vocabulary.keys import Key
 
 SEEDS_MAX = 120
 """None of them finds anything without a planted bug, and each planted bug is found in one."""
@@ -85,7 +84,7 @@ def test_a_process_may_die_in_every_call_of_many_worlds(seed: int, *, power: boo
 
 def plant_row_before_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are written after the rows that name them."""
-    write_run, write_rows_of = disk_threads.write_run, DiskThreads._write_rows_of
+    write_run, write_rows_of = threads.write_run, DiskThreads._write_rows_of
     put_off: list[tuple[Run, DiskCalls]] = []
 
     def write_nothing(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.uint64]:
@@ -95,9 +94,9 @@ def plant_row_before_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_rows_first(self: DiskThreads, segment: DiskSegment, writes: list[RunToWrite]) -> None:
         write_rows_of(self, segment, writes)
         while put_off:
-            write_run(*put_off.pop(), disk_threads.AlignedMemory())
+            write_run(*put_off.pop(), threads.AlignedMemory())
 
-    monkeypatch.setattr(disk_threads, "write_run", write_nothing)
+    monkeypatch.setattr(threads, "write_run", write_nothing)
     monkeypatch.setattr(DiskThreads, "_write_rows_of", write_rows_first)
 
 
@@ -182,7 +181,7 @@ def plant_reuse_of_slots_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_blind_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that fail their sums stay in the index, and are delivered as they are."""
-    monkeypatch.setattr(disk_threads, "read_run", _read_blindly(disk_threads.read_run))
+    monkeypatch.setattr(threads, "read_run", _read_blindly(threads.read_run))
 
 
 def _read_blindly(read_run: Callable[..., dict[int, object]]) -> Callable[..., dict[int, object]]:
@@ -195,7 +194,7 @@ def _read_blindly(read_run: Callable[..., dict[int, object]]) -> Callable[..., d
 
 def plant_believed_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `generations` that looks whole is believed, however old it is."""
-    monkeypatch.setattr(disk_generations, "find_later", lambda *_: "")
+    monkeypatch.setattr(folder, "find_later", lambda *_: "")
 
 
 def plant_second_record_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +204,13 @@ def plant_second_record_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_rows_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the second record shows that a file is old."""
-    monkeypatch.setattr(disk_generations, "generations_in", lambda *_: {})
+    monkeypatch.setattr(folder, "generations_in", lambda *_: {})
 
 
 def plant_counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset counts to the next number."""
     plant_believed_generations(monkeypatch)
-    monkeypatch.setattr(disk_generations, "draw_generation", lambda *, after: after + 1)
+    monkeypatch.setattr(folder, "draw_generation", lambda *, after: after + 1)
 
 
 PLANTED = [

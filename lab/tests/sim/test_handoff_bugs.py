@@ -29,9 +29,8 @@ from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.effects import Fence
 from penstock.handoff.protocol.party import Party
-from penstock.handoff.protocol.prefill_rank import PrefillRank
+from penstock.handoff.protocol.prefill_rank import PrefillRank, Want
 from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
-from penstock.handoff.protocol.wants import Want
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import AnyEffect, Take

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.operations import Operation
     from penstock.machine.books import Books
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 SEEDS_MAX = 300
 """`test_worlds` shows that none of these seeds finds anything without a planted bug."""

@@ -9,9 +9,9 @@ import pytest
 
 from lab.sim.campaign import DEFECTS, Failure, failure_of
 from lab.sim.runtime import RuntimeWorld
-from penstock.store.link import StoreLink
-from penstock.store.messages import JobReport
-from penstock.store.server import StoreServer
+from penstock.store.process.link import StoreLink
+from penstock.store.process.messages import JobReport
+from penstock.store.process.server import StoreServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from penstock.runtime.driver import Driver
 from penstock.runtime.messages import decode_plan
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_links import LostRank, MissingReports
-from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.checksums import CellSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.machine.events import CopyReport
     from penstock.runtime.messages import Plan
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 SEEDS = 50
 """So many run here without a finding; more of them in what is marked long."""

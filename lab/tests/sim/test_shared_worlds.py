@@ -11,18 +11,16 @@ from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_see
 from lab.sim.scenarios import Scenario
 from lab.sim.shared import SharedWorld
 from penstock.cache.operations import BlockFault
-from penstock.store import shared_io
-from penstock.store.generations import KnownGenerations
-from penstock.store.shared import SharedTier
-from penstock.store.shared_board import SharedBoard
-from penstock.store.shared_keeper import SharedKeeper
+from penstock.store.shared import io
+from penstock.store.shared.board import KnownGenerations, SharedBoard
+from penstock.store.shared.tier import SharedKeeper, SharedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.store.generations import Lineage
-    from penstock.store.shared_geometry import Gathering
-    from penstock.store.shared_io import SumsOfArenas, ValueRun
+    from penstock.store.shared.board import Lineage
+    from penstock.store.shared.io import SumsOfArenas, ValueRun
+    from penstock.store.shared.values import Gathering
 
 SEEDS = range(40)
 """None of them finds anything without a planted bug, and each planted bug is found in one."""
@@ -71,7 +69,7 @@ def plant_blind_reads(patch: pytest.MonkeyPatch) -> None:
         host.keep_sums(run.slots, own.sum_pairs(host.arena.bytes, places, run.keys, pair)[0])
         assert skipped is not faults
 
-    patch.setattr(shared_io, "_verify", believe)
+    patch.setattr(io, "_verify", believe)
 
 
 def plant_early_reports(patch: pytest.MonkeyPatch) -> None:

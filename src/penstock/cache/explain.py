@@ -18,7 +18,7 @@ from penstock.errors import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 class MissReason(Enum):

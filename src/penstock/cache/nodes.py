@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 

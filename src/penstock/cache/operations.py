@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import OPERATION_TABLE, OperationMove, OperationState
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.vocabulary.ids import Key, LeaseId
+    from penstock.vocabulary.keys import Key, LeaseId
 
 
 class Purpose(Enum):

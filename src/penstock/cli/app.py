@@ -98,14 +98,14 @@ COMMANDS = {
         panel=RUN,
     ),
     "dashboard": Command(
-        module="dashboard",
+        module="router",
         package=SERVER,
         function="show_dashboard",
         help="Serve the live page for vLLM and SGLang servers, from their metrics.",
         panel=RUN,
     ),
     "cache": Command(
-        module="cache",
+        module="status",
         package=SERVER,
         help="Clear what a running server has cached, or tell the story of a request.",
         panel=RUN,
@@ -128,7 +128,7 @@ COMMANDS = {
         panel=PROVE,
     ),
     "doctor": Command(
-        module="doctor",
+        module="config",
         function="doctor",
         help="Check this machine and a configuration, and say what to change.",
         panel=SET_UP,
@@ -148,7 +148,7 @@ COMMANDS = {
         panel=PROVE,
     ),
     "plan": Command(
-        module="plan",
+        module="replay",
         function="plan",
         help="Replay a trace with several sizes of tiers and policies, and recommend one.",
         panel=PROVE,

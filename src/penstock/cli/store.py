@@ -14,23 +14,23 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
 from penstock.config import load_completed
-from penstock.config.schema import LOG_LEVELS
+from penstock.config.toml import LOG_LEVELS
 from penstock.errors import ConfigError, counted
 from penstock.logs import set_up_logs
-from penstock.runtime.stop_signal import StopSignal
 from penstock.runtime.stored_tiers import store_config
-from penstock.store.disk_cipher import load_cipher
-from penstock.store.inspect import inspect_folder
+from penstock.store.disk.format import load_cipher
+from penstock.store.disk.inspect import inspect_folder
 from penstock.store.probe import probe_tier
-from penstock.store.server import serve_store
+from penstock.store.process.server import serve_store
+from penstock.transport.waiting import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.store.disk_cipher import DiskCipher
-    from penstock.store.inspect import FolderReport, Inspection, SegmentReport, Verification
-    from penstock.store.messages import StoreConfig
+    from penstock.store.disk.format import DiskCipher
+    from penstock.store.disk.inspect import FolderReport, Inspection, SegmentReport, Verification
     from penstock.store.probe import ProbedTier
+    from penstock.store.process.messages import StoreConfig
 
 MIB = 1 << 20
 TOKEN_BYTES = 128 << 10

@@ -3,11 +3,8 @@
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
 | `values`   | `Config` and its parts, those of `penstock serve` too, with defaults    |
-| `routing`  | the parts about who gets a request                                      |
 | `keys`     | the kinds of values a key can have                                      |
-| `salt`     | the secret that keys depend on, read where the file says it is          |
-| `schema`   | which tables and keys there are, their ranges, and what they become     |
-| `reference` | what each key means, and tables of all of them for a reader            |
+| `reference`| what each key means, and tables of all of them for a reader            |
 | `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |
 
 The one rule that must not break: nothing that is written in a file is ignored. A key that
@@ -21,11 +18,22 @@ never read, but for a salt whose place a file names there.
 from __future__ import annotations
 
 from penstock.cache.settings import CacheSettings, TierSettings
-from penstock.config.addresses import PORT_MAX, UNIX, port_range, require_address, require_socket
 from penstock.config.keys import Gib, Number, String, TierOption, Value, Whole
-from penstock.config.routing import RoutingTable
-from penstock.config.schema import LOG_LEVELS, STARTER_TOML, VERSION
-from penstock.config.toml import load_completed, load_config, parse_config
+from penstock.config.shared_stores import (
+    PORT_MAX,
+    UNIX,
+    port_range,
+    require_address,
+    require_socket,
+)
+from penstock.config.toml import (
+    LOG_LEVELS,
+    STARTER_TOML,
+    VERSION,
+    load_completed,
+    load_config,
+    parse_config,
+)
 from penstock.config.values import (
     AUTO,
     BLOCKS_MAX,
@@ -42,6 +50,7 @@ from penstock.config.values import (
     EngineTable,
     HandoffTable,
     ModelSettings,
+    RoutingTable,
     ServeTable,
     TierKind,
 )

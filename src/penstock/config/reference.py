@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.config.schema import (
+from penstock.config.toml import (
     CACHE_KEYS,
     ENGINE_KEYS,
     HANDOFF_KEYS,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.config.keys import TierOption
-    from penstock.config.schema import Setting
+    from penstock.config.toml import Setting
 
 KEYS: Mapping[str, Mapping[str, Setting | TierOption]] = {
     "model": MODEL_KEYS,

@@ -1,5 +1,11 @@
 """A configuration as values: what the rest of Penstock is built from.
 
+The defaults are stated here; `schema` has the ranges, `reference` what each key means.
+
+A configuration names the place of the secret, `file:/PATH` or `env:NAME`, never the secret: it
+travels between processes and is printed. Every process that makes keys reads the secret itself,
+once. The one rule that must not break: no message has a part of it.
+
     Config
     ├── model       ModelSettings     what every key says about the model
     ├── hash        str               how keys are computed
@@ -22,18 +28,24 @@ with it was refused when it was built.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 import re
 
 # msgspec resolves the annotations when it decodes a `Config`, so imports for them must be real.
 from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 
 from penstock.cache.settings import CacheSettings  # noqa: TC001
-from penstock.config.addresses import (
+from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
+from penstock.config.shared_stores import (
     ANYWHERE,
+    CLIENT_SETTINGS,
     UNIX,
     port_range,
     require_address,
@@ -41,15 +53,103 @@ from penstock.config.addresses import (
     require_name,
     require_socket,
 )
-from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
-from penstock.config.routing import RoutingTable  # noqa: TC001
-from penstock.config.salt import require_salt, salted_tenant
-from penstock.config.shared_stores import CLIENT_SETTINGS
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
-from penstock.vocabulary.dtypes import DTYPE_NAMES
-from penstock.vocabulary.keys import ALGORITHMS, KeyChain
-from penstock.vocabulary.namespace import FIELD_BYTES_MAX, KEPT, Namespace
+from penstock.vocabulary.keys import ALGORITHMS, FIELD_BYTES_MAX, KEPT, KeyChain, Namespace, frame
+from penstock.vocabulary.planes import DTYPE_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """`[routing]`: how the router chooses instances; weights are in cached blocks of a prompt."""
+
+    cached_weight: float = 1.0
+    """What a leading block of the prompt is worth that an instance has in any tier."""
+    load_weight: float = 8.0
+    """What each request under way counts against an instance: a long queue outweighs a hit."""
+    computing_weight: float = 32.0
+    """What counts against a decode instance while no prefill instance can compute for it."""
+    failed_weight: float = 32.0
+    """What counts against a prefill instance for each prompt that it failed to hand over lately."""
+    failed_s: float = 10.0
+    """How long such a failure counts."""
+    equal_blocks: float = 1.0
+    """Instances that differ by no more than this in worth get requests in turn. All conversations
+    share a start, such as the first lines of a chat template, which would otherwise send all of
+    them to one instance."""
+    handoff_tokens_min: int = 0
+    """A prompt of which decode has all but so many tokens, or fewer, is not started on a prefill
+    instance; 0: a block."""
+    attempts_max: int = 3
+    """How many instances a request is sent to, one after the other, if they are lost."""
+
+
+SETTING = "cache.salt"
+SALT_DOMAIN = b"penstock.salt.v1"
+SECRET_BYTES_MIN = 16
+"""Who has a key can try secrets until one gives it, so a short or guessable one is none."""
+SECRET_BYTES_MAX = 4_096
+_PLACE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_TENANTS_KEPT = 1_024
+"""As many as namespaces whose hashes are kept at hand."""
+
+
+def require_salt(place: object, *, algorithm: str) -> None:
+    """Refuses what names no place of a secret, or would not keep it; empty: there is none.
+
+    Raises `ConfigError`: it does not show the value, which may be the secret itself.
+    """
+    if place and not (isinstance(place, str) and _PLACE.fullmatch(place)):
+        said = f"{len(place)} characters" if isinstance(place, str) else type(place).__name__
+        raise ConfigError(
+            SETTING,
+            f'is {said} that name no place, must be "file:/ABSOLUTE/PATH" or "env:NAME", where '
+            "the secret is",
+        )
+    if place and algorithm != "sha256":
+        raise ConfigError(
+            SETTING,
+            f"is given while cache.hash is {algorithm!r}, must be 'sha256': from keys of another "
+            "hash the secret could be found",
+        )
+
+
+@lru_cache(maxsize=_TENANTS_KEPT)
+def salted_tenant(place: str, tenant: str) -> str:
+    """The tenant as the namespace of keys has it: only who knows the secret can compute it.
+
+    Raises `ConfigError`: the secret cannot be read, or is too short.
+    """
+    message = frame(SALT_DOMAIN) + frame(tenant.encode("utf-8"))
+    return f"salted:{hmac.digest(_secret(place), message, hashlib.sha256).hex()}"
+
+
+@lru_cache(maxsize=16)
+def _secret(place: str) -> bytes:
+    kind, _, name = place.partition(":")
+    found = _in_file(Path(name)) if kind == "file" else os.environb.get(name.encode(), b"")
+    if kind == "env" and not found:
+        raise ConfigError(SETTING, f"is {place!r}, a variable that is not set, or is empty")
+    found = found.strip()
+    if not SECRET_BYTES_MIN <= len(found) <= SECRET_BYTES_MAX:
+        raise ConfigError(
+            SETTING,
+            f"is {place!r}, where {len(found)} bytes are, must be from {SECRET_BYTES_MIN} to "
+            f"{SECRET_BYTES_MAX}, chosen at random, as by `openssl rand -hex 32`",
+        )
+    return found
+
+
+def _in_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            # One byte more than is allowed, and what surrounds it: a file that is too long is seen.
+            return file.read(SECRET_BYTES_MAX + 64)
+    except OSError as error:
+        raise ConfigError(
+            SETTING, f"is 'file:{path}', which cannot be read: {error.strerror}"
+        ) from None
+
 
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""

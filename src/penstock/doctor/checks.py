@@ -23,14 +23,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.config.addresses import UNIX, port_range
 from penstock.config.shared_stores import (
     CLIENT_SETTINGS,
     MASTER,
+    UNIX,
     MooncakeSettings,
     Node,
     ObjectSettings,
     RedisSettings,
+    port_range,
 )
 from penstock.config.values import EngineTable, ServeTable
 from penstock.connectors.vllm.versions import TESTED, is_tested

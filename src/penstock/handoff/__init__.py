@@ -8,8 +8,8 @@ no clock or socket; `driver` carries it out.
 from penstock.handoff.decode import DecodeHandoff as DecodeHandoff
 from penstock.handoff.decode import DecodeHandoffRank as DecodeHandoffRank
 from penstock.handoff.decode import open_decode as open_decode
-from penstock.handoff.driver.shared_listener import ListenerShare as ListenerShare
-from penstock.handoff.driver.shared_listener import SharedListener as SharedListener
+from penstock.handoff.driver.lines import ListenerShare as ListenerShare
+from penstock.handoff.driver.lines import SharedListener as SharedListener
 from penstock.handoff.handoff import Handoff as Handoff
 from penstock.handoff.handoff import HandoffResult as HandoffResult
 from penstock.handoff.handoff import HandoffStatistics as HandoffStatistics

@@ -15,8 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from penstock.handoff.driver.array_parts import open_array_taker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.parts import open_array_taker
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
 from penstock.handoff.handoff import (
     EngineHandoff,
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.handoff.driver.lines import SharedListener
     from penstock.handoff.driver.parts import PartTaker
-    from penstock.handoff.driver.shared_listener import SharedListener
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
-    from penstock.runtime.device import Kv
+    from penstock.runtime.tiers import Kv
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 

@@ -19,21 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from penstock.errors import UnavailableError, counted
-from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.lines import SharedListener, zmq_lines
 
 # Not for type checkers alone: tools look up the types of the exported classes.
 from penstock.handoff.driver.schedulers import (  # noqa: TC001
     DecodeSchedulerDriver,
     PrefillSchedulerDriver,
 )
-from penstock.handoff.driver.shared_listener import SharedListener
-from penstock.handoff.pair import HandoffPair, directory_of, rank_name
+from penstock.handoff.pair import HandoffPair, directory_of, rank_name, transport_named
 from penstock.handoff.protocol.messages import INDEX_MAX
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import HandoffOutcome
-from penstock.handoff.transports import transport_named
 from penstock.runtime.access import Access
-from penstock.runtime.device import ALGORITHMS, memory_tier
+from penstock.runtime.tiers import ALGORITHMS, memory_tier
 from penstock.transport.remote import HandoffAddresses
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.lines import ZmqLines
     from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.protocol.effects import HandoffEnded
-    from penstock.runtime.device import Kv
+    from penstock.runtime.tiers import Kv
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Waitable
     from penstock.vocabulary.keys import Tokens

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import msgspec
 
 from penstock.errors import counted
-from penstock.handoff.driver.array_parts import ArrayReader
-from penstock.handoff.driver.prefill_rank import PrefillRankDriver
-from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.driver.parts import ArrayReader
+from penstock.handoff.driver.prefill_rank import LayerEvents, PrefillRankDriver
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 from penstock.handoff.handoff import (
     EngineHandoff,
@@ -40,8 +39,7 @@ from penstock.handoff.handoff import (
     connected,
     draw_incarnation,
 )
-from penstock.handoff.pair import keys_of
-from penstock.handoff.transports import Writer
+from penstock.handoff.pair import Writer, keys_of
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
@@ -50,11 +48,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.handoff.driver.lines import SharedListener
     from penstock.handoff.driver.parts import PartReader
-    from penstock.handoff.driver.shared_listener import SharedListener
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
-    from penstock.runtime.device import Kv
+    from penstock.runtime.tiers import Kv
     from penstock.transport.remote import PinMemory
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout

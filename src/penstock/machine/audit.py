@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books, LeaseRecord
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 _SOUND = {

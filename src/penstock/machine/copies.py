@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import CopyReport
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
 
 _WORSE_THAN = {

@@ -22,7 +22,7 @@ from penstock.cache.explain import Miss
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.states import LeaseState
 from penstock.errors import InvariantViolation
-from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+from penstock.vocabulary.keys import Key, LeaseId, OperationId, PinId
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):

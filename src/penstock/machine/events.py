@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.cache.operations import BlockFault
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId, PinId
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TierOn,
         Vanished,
     )
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 def reset(books: Books, event: Reset, now: float) -> None:

@@ -36,8 +36,7 @@ from penstock.errors import CapacityError, LeaseError, NeverFitsError, counted
 from penstock.machine import copies, writes
 from penstock.machine.books import LeaseRecord
 from penstock.machine.effects import Granted, Grown, LeaseChanged, Pinned
-from penstock.vocabulary.ids import LeaseId, PinId
-from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.keys import KEY_BYTES, LeaseId, PinId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Commit, Fork, Grow, PinBlocks, UnpinBlocks
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.keys import Key, OperationId
 
 
 NAMELESS = bytes(KEY_BYTES)

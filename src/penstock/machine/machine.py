@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
-from penstock.machine import (
-    acquire,
-    copies,
-    faults,
-    gate,
-    leases,
-    offload,
-    search,
-    write_behind,
-    writes,
-)
+from penstock.machine import acquire, copies, faults, gate, leases, offload, writes
 from penstock.machine import events as ev
 from penstock.machine.audit import audit, freeze
 from penstock.machine.books import Books
@@ -39,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.cache.settings import CacheSettings
     from penstock.machine.effects import Effect
     from penstock.machine.kv_events import KvEvent, Snapshot
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
 
 class CacheMachine:
@@ -96,12 +86,12 @@ class CacheMachine:
 
     def next_deadline(self) -> float | None:
         """When `handle_timer` should be called at the latest."""
-        if write_behind.is_overdue(self._books):
+        if writes.is_overdue(self._books):
             return self._books.now
         times = (
             self._books.ledger.next_deadline(),
             self._books.next_expiry(),
-            search.next_end(self._books),
+            acquire.next_end(self._books),
         )
         return min((time for time in times if time is not None), default=None)
 
@@ -219,16 +209,16 @@ class CacheMachine:
             operation, bad_slots = books.agenda.pop(0)
             leases.after_operation(books, operation, bad_slots, now)
             writes.after_operation(books, operation, now)
-            write_behind.after_operation(books, operation, now)
+            writes.write_missed_after_operation(books, operation, now)
 
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     copies.expire(books, now)
-    search.expire(books, now)
+    acquire.expire(books, now)
     books.rates.tick()
     books.expire_blocks(now)
     # First what takes slots, then what makes room.
-    write_behind.go_on_everywhere(books, now)
+    writes.go_on_everywhere(books, now)
     for tier in books.owned_tiers():
         writes.keep_watermark(books, tier, now)
 
@@ -249,7 +239,7 @@ def _preempt(books: Books, event: ev.Preempt, now: float) -> None:
 
 _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Acquire: acquire.acquire,
-    ev.Searched: search.searched,
+    ev.Searched: acquire.searched,
     ev.Grow: leases.grow,
     ev.Commit: leases.commit,
     ev.Fork: leases.fork,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 _NOT_FOUND = 127
 _USABLE = np.zeros(len(SlotState), dtype=np.bool_)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
     from penstock.machine.events import LetGo, Load, Lookup, Prefetch, Save
     from penstock.machine.matching import Finding
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 def lookup(books: Books, event: Lookup, now: float) -> None:

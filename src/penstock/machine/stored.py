@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Discovered, Vanished
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 _HUB_SHARE = 2
 """Saves into one stored tier hold at most one in so many slots of the hub, so that a store that

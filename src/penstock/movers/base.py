@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from penstock.cache.operations import BlockFault
     from penstock.machine.effects import Copy
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 WAIT_S = 30.0
 """The default timeout for a device. Copies in flight take milliseconds: if they have not ended by

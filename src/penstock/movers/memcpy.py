@@ -25,9 +25,8 @@ from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.base import Moved
 from penstock.movers.packing import Packing, load_parts_library
 from penstock.tiers.base import KeepsSums
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import key_seeds, life_salt
-from penstock.vocabulary.packing import BlockCopier
+from penstock.vocabulary.checksums import CellSpan, key_seeds, life_salt
+from penstock.vocabulary.reshard import BlockCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.movers.packing import PartsLibrary
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.keys import Key, OperationId
 
 
 _STAGING_BYTES = 4 << 20

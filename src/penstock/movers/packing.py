@@ -1,22 +1,48 @@
-"""Blocks by compiled code: packed and summed, or verified and put away, in one call each.
+"""Blocks by compiled code: packed and summed, or verified and put away; and how it is compiled.
+
+The result is kept in the user's cache folder, under a hash of the source, so that it is compiled
+once. If no folder can be written, it is compiled for this process alone.
+
+The compiler is the only process that an engine starts itself: once, and waited for.
 
 For saves and loads between host memory and host memory (`memcpy.py`), and for the parts of a
-handoff (`handoff/driver/array_parts.py`). `parts.c` does what these do with NumPy and one XXH3 call
+handoff (`handoff/driver/parts.py`). `parts.c` does what these do with NumPy and one XXH3 call
 a segment, segment by segment while the bytes are in the first cache, so that blocks take one pass
 over memory on each side. It is compiled at first use, like the calls of the CUDA movers; where
 that cannot be done, or a layout is not of the plain kind, NumPy does it: slower, with the same
 bytes and sums.
 
-The one rule: addresses are handed out only of memory that is kept alive here, and only for slots
-that the caller has checked.
+    thread = PutAwayThread(library)
+    thread.submit(packing, memory, keys, sums, slots)
+    thread.ended()       once `descriptor` is readable: for each, in order, whether it was intact
+
+The engine's thread only passes addresses. The other one runs no Python and never takes the
+interpreter's lock, so rule 4 of the design holds: no Python thread competes with the engine. It
+sleeps while there is nothing to do.
+
+The rules:
+
+- A library is loaded only from a folder that other users cannot write to.
+- Addresses are handed out only of memory that is kept alive here, and only for slots that the
+  caller has checked.
+- Everything that a job points to is kept alive here until its end was collected. `close` waits for
+  the jobs that were submitted, so memory may be unmapped after it and not before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
 import sys
 import tempfile
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -26,11 +52,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import UnavailableError, counted
-from penstock.movers.c_compiler import cache_folder, compiled
-from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import (
     SUM_BYTES,
     Algorithm,
+    CellSpan,
     key_seed,
     key_seeds,
     place_number,
@@ -44,6 +69,64 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.layout import Layout
     from penstock.vocabulary.planes import Plane
+
+
+COMPILE_S = 60.0
+"""It takes a quarter of a second."""
+_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c11", "-D_GNU_SOURCE", "-pthread")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled code, which only this user can write to; `None` if there is none."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base) / "penstock"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return None
+    own = found.st_uid == os.getuid() and not found.st_mode & _OTHERS_WRITE
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+def compiled(name: str, text: bytes, folder: Path) -> Path:
+    """The shared object made of a source, from the folder if it is there.
+
+    Raises `UnavailableError`: there is no C compiler, or it failed.
+    """
+    named_by = hashlib.sha256(b"\0".join((text, " ".join(_FLAGS).encode())))
+    made = folder / f"{name}-{platform.machine()}-{named_by.hexdigest()[:32]}.so"
+    if made.is_file():
+        return made
+    compiler = find_compiler()
+    if compiler is None:
+        raise UnavailableError(
+            "there is no C compiler (neither CC is set nor gcc, clang, cc found)"
+        )
+    # Written under another name and renamed, so that no process loads half of it.
+    part = folder / f"{made.name}.{os.getpid()}"
+    command = [compiler, *_FLAGS, "-x", "c", "-", "-o", str(part), "-ldl"]
+    try:
+        subprocess.run(command, input=text, capture_output=True, check=True, timeout=COMPILE_S)
+        part.replace(made)
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.decode(errors="replace").strip().splitlines()
+        raise UnavailableError(f"{compiler} failed: {words[0] if words else error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{compiler} failed: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return made
+
+
+def find_compiler() -> str | None:
+    """The compiler in `CC`, or one that is installed; Triton searches in the same way."""
+    named = os.environ.get("CC")
+    if named:
+        return named
+    return next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
+
 
 logger = logging.getLogger(__name__)
 
@@ -450,3 +533,99 @@ def seeds_of(keys: tuple[bytes, ...]) -> NDArray[np.uint64]:
 @lru_cache(maxsize=PROMPTS_KEPT)
 def _numbers(slots: tuple[int, ...]) -> NDArray[np.int64]:
     return np.array(slots, dtype=np.int64)
+
+
+JOBS_MAX = 64
+"""Jobs whose end was not collected; `put_away_thread.c` has the same number."""
+
+
+class PutAwayThread:
+    """The thread of one rank; it starts with the first job.
+
+    Args:
+        library: the compiled functions.
+    """
+
+    def __init__(self, library: PartsLibrary) -> None:
+        self._library = library
+        self._handle = 0
+        self._rooms: dict[tuple[int, int], JobRoom] = {}
+        """Memory of the thread, by the size of a block and its cells."""
+        self._under_way: deque[tuple[object, ...]] = deque()
+        """What the jobs point to, in their order."""
+        self._results = (ctypes.c_int64 * JOBS_MAX)()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop = self._stop_later()
+
+    @property
+    def descriptor(self) -> int:
+        """Readable while there are ends to collect."""
+        return self._bell
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job can be submitted."""
+        return len(self._under_way) < JOBS_MAX
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a job was not collected."""
+        return bool(self._under_way)
+
+    def submit(
+        self,
+        packing: Packing,
+        memory: NDArray[np.uint8],
+        keys: tuple[bytes, ...],
+        sums: bytes,
+        slots: tuple[int, ...],
+    ) -> None:
+        """Begins what `Packing.put_away` does. There must be room.
+
+        It is called for every part that arrives, in the engine's thread: what many parts have in
+        common is made once.
+        Raises `ValueError`: sizes do not fit; `UnavailableError`: the system gives no thread.
+        """
+        table = block_table(keys, slots)
+        sizes = packing.block_bytes, packing.cell_count
+        room = self._rooms.get(sizes)
+        if room is None:
+            room = self._rooms[sizes] = JobRoom(*sizes)
+        arguments = packing.job_of_put_away(memory, table, sums, room)
+        if not self._handle:
+            self._start()
+        if not self._library.thread_submit(self._handle, *arguments):
+            raise UnavailableError(f"{JOBS_MAX} parts are being put away, and no more fit")
+        self._under_way.append((packing, memory, table, arguments))
+
+    def ended(self) -> list[bool]:
+        """Whether each part was intact, of those that have ended since; never waits."""
+        if not self._under_way:
+            return []
+        count: int = self._library.thread_collect(self._handle, self._results)
+        for _ in range(count):
+            self._under_way.popleft()
+        return [first_bad < 0 for first_bad in self._results[:count]]
+
+    def close(self) -> None:
+        """Ends the thread after its last job: it touches nothing any more. Twice does no harm."""
+        self._stop()
+        self._under_way.clear()
+
+    def _start(self) -> None:
+        handle = self._library.thread_start(self._bell)
+        if not handle:
+            raise UnavailableError("no thread can be started to put parts away")
+        self._handle = handle
+        self._stop.detach()
+        self._stop = self._stop_later()
+
+    def _stop_later(self) -> weakref.finalize[[PartsLibrary, int, int, int], PutAwayThread]:
+        # Also at the end of the process: it must not write to memory that the interpreter frees.
+        return weakref.finalize(self, _stop, self._library, self._handle, self._bell, os.getpid())
+
+
+def _stop(library: PartsLibrary, handle: int, bell: int, owner: int) -> None:
+    if handle and os.getpid() == owner:  # A fork has the memory, but not the thread.
+        library.thread_stop(handle)
+    os.close(bell)

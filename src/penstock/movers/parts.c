@@ -817,7 +817,7 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
         }
 }
 
-/* Trailers and rows of a disk tier: `store/disk_format.py` describes them. */
+/* Trailers and rows of a disk tier: `store/disk/format.py` describes them. */
 #define TRAILER_HEAD_BYTES 256
 
 /* The sums of trailers, each of its head but for the sum at the head's end, and of its cell sums.
@@ -886,7 +886,7 @@ void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, cons
     }
 }
 
-/* The index of a disk tier, a table with open addressing: see `store/disk_index.py`. */
+/* The index of a disk tier, a table with open addressing: see `store/disk/index.py`. */
 #define NO_PLACE UINT64_MAX
 #define OLD_PLACE (UINT64_MAX - 1)
 #define FETCHED_AHEAD 16

@@ -1,4 +1,4 @@
-/* A thread that puts parts away, for `put_away_thread.py`. Compiled together with parts.c.
+/* A thread that puts parts away, for `packing.py`. Compiled together with parts.c.
 
    It runs no Python and never asks for the interpreter's lock, so the engine's thread goes on
    meanwhile. Jobs are done in the order in which they were submitted.
@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define JOBS 64 /* Not collected yet; `put_away_thread.py` has the same number. */
+#define JOBS 64 /* Not collected yet; `packing.py` has the same number. */
 
 typedef struct {
     const strip_t *strips;

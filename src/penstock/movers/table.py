@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.movers.base import Mover
-    from penstock.movers.cuda.device import CudaTier
+    from penstock.movers.cuda.mover import CudaTier
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
 
@@ -33,7 +33,7 @@ def _cuda_to_cuda(source: SlotStore, target: SlotStore, algorithm: Algorithm) ->
 
 
 def _device_of(store: SlotStore) -> CudaTier:
-    from penstock.movers.cuda.device import CudaTier  # noqa: PLC0415 - needs CUDA
+    from penstock.movers.cuda.mover import CudaTier  # noqa: PLC0415 - needs CUDA
 
     assert isinstance(store, CudaTier)
     return store

@@ -3,8 +3,8 @@
     engine (prefill) ── mirror ──→ relay ══ NIXL write, notice ══→ relay ── area ──→ engine (decode)
 
 A rank has one relay for all its pairs: a process that shares memory with it and has the NIXL
-agents. `target.py` and `writer.py` are what engines call, `process.py` is the relay as they
+agents. `sides.py` is what engines call, `process.py` is the relay as they
 see it, `server.py` and `agents.py` are the relay itself.
 
-Public: `target.NixlTarget`, `writer.NixlWriter`, `process.hold_relay` and `agents.is_installed`.
+Public: `sides.NixlTarget`, `sides.NixlWriter`, `process.hold_relay` and `agents.is_installed`.
 """

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.logs import set_up_logs
 from penstock.relay.agents import Nixl, has_rdma
 from penstock.relay.server import Relay
-from penstock.transport.signals import SignalDescriptor
+from penstock.transport.waiting import SignalDescriptor
 
 logger = logging.getLogger("penstock.relay")  # This module is `__main__`.
 

@@ -35,8 +35,8 @@ from penstock.relay.messages import (
     write_orders,
 )
 from penstock.transport.base import Empty
-from penstock.transport.packets import Packet, receive_packet, send_packet
 from penstock.transport.remote import POSTED_MAX
+from penstock.transport.unix_sockets import Packet, receive_packet, send_packet
 
 if TYPE_CHECKING:
     from penstock.relay.agents import Nixl

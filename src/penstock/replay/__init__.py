@@ -3,12 +3,9 @@
 | module       | holds                                                                         |
 |--------------|-------------------------------------------------------------------------------|
 | `trace`      | files of requests, read as a stream: five formats, and the traces of `traces/` |
-| `recording`  | `Recorder`: a trace of live traffic, with salted names of blocks               |
 | `simulation` | `Replay`: a cache machine, a clock and modelled copies, driven by a trace      |
-| `best`       | the most that any eviction policy could find (Belady's bound)                  |
 | `report`     | what a replay found, as a value and as text                                    |
 | `plan`       | one trace with many sizes of tiers and policies, and what to take of them      |
-| `page`       | a plan as a page for a browser                                                 |
 
 Nothing here has memory for KV: what a replay knows of a block is its key.
 

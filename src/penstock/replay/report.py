@@ -12,8 +12,7 @@ from penstock.errors import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.replay.best import BestPossible
-    from penstock.replay.simulation import Replay
+    from penstock.replay.simulation import BestPossible, Replay
 
 
 LEFT_OUT = "requests have more blocks than they can get: they were left out"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import ConfigError, PeerError
 from penstock.machine.events import Computed
 from penstock.runtime.memory import CacheMemory
+from penstock.runtime.messages import RankFacts, require_fit, slowest_ready_s
 from penstock.runtime.rank import STEP_BUDGET_BYTES
-from penstock.runtime.rank_facts import RankFacts, require_fit, slowest_ready_s
 from penstock.runtime.rank_links import LocalLink
 from penstock.vocabulary.arguments import (
     as_bytes,
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Effect
     from penstock.machine.kv_events import KvEvent, Snapshot
     from penstock.machine.statistics import CacheStatistics
+    from penstock.runtime.copy_executor import EngineSteps
     from penstock.runtime.driver import Driver
-    from penstock.runtime.engine_steps import EngineSteps
-    from penstock.runtime.rank_facts import Agreement
+    from penstock.runtime.messages import Agreement
     from penstock.runtime.status import CopyTimes, Drained, Health
     from penstock.runtime.stored_tiers import StoreStatus
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 NAMED_MAX = 8
 """How many requests a warning names."""

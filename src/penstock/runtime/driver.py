@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_links import RankLinks
     from penstock.runtime.status import Health
     from penstock.runtime.stored_tiers import StoredTiers, StoreStatus
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Effect
     from penstock.runtime.driver import Driver
-    from penstock.runtime.rank_facts import RankFacts
+    from penstock.runtime.messages import RankFacts
 
 ASLEEP = "the cache is asleep"
 

@@ -33,7 +33,7 @@ from penstock.vocabulary.arguments import (
     as_seconds,
     as_text,
 )
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from penstock.machine.statistics import HubCounts
     from penstock.runtime.base import Driven
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 
 EventT = TypeVar("EventT", bound=ev.Event)

@@ -26,18 +26,16 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
 from penstock.runtime.copy_executor import CopyExecutor
-from penstock.runtime.device import device_tier, kv_dtype_of
 from penstock.runtime.driver import Driver, draw_incarnation
-from penstock.runtime.lower_tiers import KeptArenas, build_lower_tiers
+from penstock.runtime.messages import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.rank_links import LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
-from penstock.store.arena_offer import ArenaOffer
+from penstock.runtime.tiers import KeptArenas, build_lower_tiers, device_tier, kv_dtype_of
 from penstock.store.base import part_name
-from penstock.store.embedded import STARTING
-from penstock.store.link import StoreLink
+from penstock.store.process.client import STARTING, ArenaOffer
+from penstock.store.process.link import StoreLink
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,
@@ -54,10 +52,9 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.runtime.device import Kv
-    from penstock.runtime.lower_tiers import LowerTiers
-    from penstock.runtime.rank_facts import Agreement
-    from penstock.supervisor.keeper import Keeper
+    from penstock.runtime.messages import Agreement
+    from penstock.runtime.tiers import Kv, LowerTiers
+    from penstock.supervisor.descriptors import Keeper
     from penstock.tiers.base import SlotStore
 
 CacheT = TypeVar("CacheT", Cache, Offload)

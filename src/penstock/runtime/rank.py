@@ -45,11 +45,10 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Copy
     from penstock.runtime.copy_executor import CopyExecutor
-    from penstock.runtime.messages import Plan
-    from penstock.runtime.rank_facts import RankFacts
-    from penstock.store.arena_offer import ArenaOffer
+    from penstock.runtime.messages import Plan, RankFacts
+    from penstock.store.process.client import ArenaOffer
     from penstock.transport.base import Channel
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.machine.effects import Abandon
     from penstock.runtime.copy_executor import CopyExecutor
-    from penstock.runtime.rank_facts import RankFacts
-    from penstock.vocabulary.ids import OperationId
+    from penstock.runtime.messages import RankFacts
+    from penstock.vocabulary.keys import OperationId
 
 PLAN_BYTES = 4 << 20
 """A plan ends when it has about this size; the next one goes on. A step message should not grow

@@ -42,7 +42,7 @@ from penstock.machine.events import (
 )
 from penstock.machine.statistics import StoreStatistics
 from penstock.store.base import DIGEST_BYTES, OPENING
-from penstock.store.link import (
+from penstock.store.process.link import (
     FoundInStore,
     Paged,
     StoreBack,
@@ -51,8 +51,8 @@ from penstock.store.link import (
     StoreState,
     Voided,
 )
-from penstock.store.messages import StoreConfig, StoreTierConfig
-from penstock.transport.private_folder import shared_folder
+from penstock.store.process.messages import StoreConfig, StoreTierConfig
+from penstock.transport.unix_sockets import shared_folder
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from penstock.config import Config, TierKind
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
-    from penstock.store.arena_offer import ArenaOffer
     from penstock.store.base import TierState
-    from penstock.store.link import StoreLink, StoreResult
-    from penstock.vocabulary.ids import Key, LeaseId, OperationId
+    from penstock.store.process.client import ArenaOffer
+    from penstock.store.process.link import StoreLink, StoreResult
+    from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.logs import set_up_logs
-from penstock.store.messages import FOLDER_FAILED, StoreConfig
-from penstock.store.server import serve_store
-from penstock.store.tier_slots import TIER_KINDS
-from penstock.transport.signals import SignalDescriptor
+from penstock.store.process.messages import FOLDER_FAILED, StoreConfig
+from penstock.store.process.server import serve_store
+from penstock.store.process.tier_slots import TIER_KINDS
+from penstock.transport.waiting import SignalDescriptor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.store.tier_slots import OpenTier
+    from penstock.store.process.tier_slots import OpenTier
 
 logger = logging.getLogger("penstock.store")  # This module is `__main__`.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.checksums import CellSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import BlockFault
     from penstock.tiers.host import HostTier
     from penstock.vocabulary.form import Form
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 DIGEST_BYTES = 16
 """Of spaces and parts."""

@@ -31,11 +31,10 @@ from penstock.store.base import (
     Space,
     part_name,
 )
-from penstock.store.blobs import BlobStoreError
-from penstock.store.shared import SharedTier
-from penstock.store.shared_kinds import CLIENTS, compresses, open_client
-from penstock.store.shared_value import generation_name, geometry_name, piece_of, value_name
-from penstock.store.tier_slots import TIER_KINDS
+from penstock.store.clients.blobs import BlobStoreError
+from penstock.store.process.tier_slots import CLIENTS, TIER_KINDS, compresses, open_client
+from penstock.store.shared.tier import SharedTier
+from penstock.store.shared.values import generation_name, geometry_name, piece_of, value_name
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.checksums import Algorithm
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.store.base import EndedJob, StoreTier
-    from penstock.store.messages import StoreTierConfig
-    from penstock.vocabulary.ids import Key
+    from penstock.store.process.messages import StoreTierConfig
+    from penstock.vocabulary.keys import Key
 
 BLOCK_BYTES = (256 << 10, 1 << 20, 4 << 20)
 ROUND_BYTES = 32 << 20

@@ -8,8 +8,8 @@ It imports neither torch nor NumPy and has one thread, so it starts in about 60 
 to go wrong, and can start processes at any time. The engine cannot: it has a CUDA context, and
 its libraries have threads.
 
-Public: in the engine's process `client.Supervisor`, the specs of `spec` and the events of
-`messages`; in a supervised process `descriptors.inherited_descriptor` and `keeper`. Nothing is
+Public: in the engine's process `client.Supervisor`, the specs and events of `messages`; in a
+supervised process `descriptors.inherited_descriptor` and `descriptors.keeper`. Nothing is
 imported here, to keep the process small.
 
 The one rule that must not break: nothing outlives the engine. If any of these processes dies,

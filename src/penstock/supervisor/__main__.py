@@ -11,8 +11,7 @@ import socket
 import sys
 
 from penstock.supervisor.descriptors import make_private
-from penstock.supervisor.loop import SupervisorLoop
-from penstock.supervisor.process_table import IGNORED
+from penstock.supervisor.loop import IGNORED, SupervisorLoop
 
 USAGE = "the supervisor is started by Supervisor.start(), with two descriptors: CHANNEL ENGINE"
 WRONG_USE = 2

@@ -20,9 +20,8 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from penstock.supervisor.descriptors import inherit_listed, make_private
-from penstock.supervisor.keeper import connect_keeper
-from penstock.supervisor.process_table import write_start_report
+from penstock.supervisor.descriptors import connect_keeper, inherit_listed, make_private
+from penstock.supervisor.loop import write_start_report
 
 NOT_STARTED = 127
 """The status of a shell that does not find its command."""

@@ -1,4 +1,4 @@
-"""The engine's side of the supervisor.
+"""The engine's side of the supervisor, and processes under a supervisor of one's own.
 
     with Supervisor.start() as supervisor:
         supervisor.hold("arena-0", arena.fd)
@@ -9,12 +9,21 @@
 Start it before anything else: its processes get the environment and the output that the engine
 has at that time. Every call waits at most until its deadline, on the monotonic clock.
 
-The one rule: a failure never looks like "no event". Once the supervisor is lost, every call
-reports `ChannelFailed(cause)`; the health of the engine depends on it.
+The process is started again when it has ended, with a growing pause until one has worked; so is a
+supervisor that cannot be started, does not answer, or was lost, whose processes the kernel has
+killed.
+
+The rules:
+
+- A failure never looks like "no event". Once the supervisor is lost, every call reports
+  `ChannelFailed(cause)`; the health of the engine depends on it.
+- Nothing here waits, and nothing is given up. A supervisor is asked for its process before it has
+  said that it is ready.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -27,6 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import UnavailableError
 from penstock.supervisor.descriptors import close_all
 from penstock.supervisor.messages import (
+    READY_S,
     AnyReply,
     Done,
     EventQueue,
@@ -36,6 +46,7 @@ from penstock.supervisor.messages import (
     MessageError,
     ProcessEvent,
     ProcessExited,
+    ProcessStarted,
     RequestRefused,
     StartProcess,
     StopAll,
@@ -46,15 +57,15 @@ from penstock.supervisor.messages import (
     encode,
     receive_packet,
 )
-from penstock.supervisor.spec import READY_S
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
-from penstock.transport.packets import Packet, channel_pair, send_packet
+from penstock.transport.unix_sockets import Packet, channel_pair, send_packet
 
 if TYPE_CHECKING:
     import socket
     from typing import Self
 
-    from penstock.supervisor.spec import ProcessSpec
+    from penstock.supervisor.messages import ProcessSpec
+
 
 MODULE = "penstock.supervisor"
 
@@ -482,3 +493,126 @@ def require_deadline(deadline: float) -> None:
 def _left_ms(deadline: float) -> int:
     # Rounded up: a poll that ends slightly early would have to be repeated.
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_ANSWER_S = READY_S + 15.0
+EMBEDDED_ANSWER_MAX_S = 8 * EMBEDDED_ANSWER_S
+"""Within this time a supervisor starts, and says what became of a process that was asked for, which
+has `READY_S` to run; then another supervisor is asked. Doubled each time: a machine may be that
+busy."""
+RESTART_S = 0.1
+RESTART_MAX_S = 30.0
+"""Before a process that has ended is started again; doubled each time, until one has worked."""
+
+
+class EmbeddedProcess:
+    """A process of this one; it belongs to one thread.
+
+    Args:
+        spec: the process. Its name is what messages call it.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._spec = spec
+        self._supervisor: Supervisor | None = None
+        """`None` while there is none: it was lost, or cannot be started."""
+        self._epoll = select.epoll()
+        self._asked_at: float | None = None
+        """When a process was asked for of which nothing was heard since."""
+        self._start_at = 0.0
+        """When the next process may be asked for."""
+        self._pause_s = RESTART_S
+        self._answer_s = EMBEDDED_ANSWER_S
+        self._runs = False
+        self.why = ""
+        """Why there is none."""
+        # It takes a while to start, and the first process is asked for soon.
+        try:
+            self._take_supervisor(Supervisor.begin())
+        except UnavailableError as error:
+            self._note(str(error))
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when `poll` may find something."""
+        return self._epoll.fileno()
+
+    def start(self, now: float) -> None:
+        """Starts the process, unless it runs or was asked for."""
+        if self._asked_at is not None and now >= self._asked_at + self._answer_s:
+            self._note(f"the supervisor has not answered for {self._answer_s:g} s")
+            self._answer_s = min(2 * self._answer_s, EMBEDDED_ANSWER_MAX_S)
+            self._drop_supervisor(time.monotonic())
+        if self._runs or self._asked_at is not None or now < self._start_at:
+            return
+        self._start_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
+        try:
+            if self._supervisor is None:
+                self._take_supervisor(Supervisor.begin())
+            assert self._supervisor is not None
+            self._supervisor.begin_process(self._spec)
+        except UnavailableError as error:
+            self._note(str(error))
+        else:
+            self._asked_at = now
+
+    def _take_supervisor(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._epoll.register(supervisor.descriptor, select.EPOLLIN)
+
+    def _drop_supervisor(self, deadline: float) -> None:
+        """Ends the supervisor, and with it the process if there is one."""
+        supervisor, self._supervisor = self._supervisor, None
+        self._runs = False
+        self._asked_at = None
+        if supervisor is None:
+            return
+        self._epoll.unregister(supervisor.descriptor)
+        supervisor.look()
+        # One that has not begun yet has nothing to end in order.
+        supervisor.close(deadline=deadline if supervisor.has_begun else time.monotonic())
+
+    def note_success(self) -> None:
+        """A process works: the next pause is a short one."""
+        self._pause_s = RESTART_S
+        self._answer_s = EMBEDDED_ANSWER_S
+        self.why = ""
+
+    def poll(self) -> None:
+        """Takes what the supervisor reports."""
+        if self._supervisor is None:
+            return
+        for event in self._supervisor.events():
+            match event:
+                case ProcessStarted():
+                    self._runs = True
+                    self._asked_at = None
+                case ProcessExited():
+                    self._runs = False
+                    self._asked_at = None
+                    self._note(self._why_ended(event))
+                case ChannelFailed():
+                    self._drop_supervisor(time.monotonic())
+                    self._note(f"the {self._spec.name} process cannot be started: {event.cause}")
+                case _:
+                    pass
+
+    def _why_ended(self, exited: ProcessExited) -> str:
+        ended = exited.problem or (
+            f"signal {exited.signal}"
+            if exited.signal
+            else f"status {exited.code}, and its log says why"
+        )
+        return f"the {self._spec.name} process has ended: {ended}"
+
+    def _note(self, why: str) -> None:
+        if why != self.why:
+            self.why = why
+            logger.warning("embedded %s: %s", self._spec.name, why)
+
+    def close(self, deadline: float) -> None:
+        self._drop_supervisor(deadline)
+        self._epoll.close()

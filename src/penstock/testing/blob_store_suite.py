@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.store.blobs import (
+from penstock.store.clients.blobs import (
     NAME_BYTES_MAX,
     RECORD_BYTES_MAX,
     BlobOutcome,
@@ -36,7 +36,7 @@ from penstock.testing.seeds import failing_seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.store.blobs import BlobStore
+    from penstock.store.clients.blobs import BlobStore
 
 SOON_S = 60.0
 """Longer than anything takes that works, also on a slow machine."""

@@ -31,16 +31,15 @@ from penstock.movers.base import Moved, Mover
 from penstock.testing.seeds import failing_seed
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.base import KeepsSums, SlotStore
-from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, life_salt
-from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.checksums import Algorithm, CellSpan, life_salt
+from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Cell, Layout
 
 LIFE = (7, 0)  # The incarnation and epoch in whose name copies are made.

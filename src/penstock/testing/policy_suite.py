@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.cache.eviction import EvictionPolicy, Judge, Standing
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 NODE_CAPACITY = 64
 """Node numbers that the suite uses; more than any shelf has slots."""

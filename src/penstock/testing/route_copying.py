@@ -15,16 +15,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.vocabulary.narrowing import narrow, token_window
-from penstock.vocabulary.packing import BlockCopier
+from penstock.vocabulary.layout import narrow, token_window
+from penstock.vocabulary.reshard import BlockCopier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.vocabulary.layout import Layout
-    from penstock.vocabulary.packing import Buffers
     from penstock.vocabulary.planes import Extent
-    from penstock.vocabulary.reshard import Route
+    from penstock.vocabulary.reshard import Buffers, Route
 
 
 class RouteCopier:

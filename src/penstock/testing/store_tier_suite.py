@@ -34,11 +34,10 @@ from penstock.store.base import (
 from penstock.testing.tier_suite import draw_blocks
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.store.base import EndedJob, Page, StoreTier
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 SLOT_COUNT = 48
 BLOCK_COUNT = 24

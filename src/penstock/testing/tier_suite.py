@@ -19,11 +19,9 @@ import numpy as np
 import pytest
 
 from penstock.tiers.base import KeepsSums
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.packing import Blocks, copy_blocks
-from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
+from penstock.vocabulary.planes import Axis, DType, PlaneRole, plane_from_strides
+from penstock.vocabulary.reshard import Blocks, copy_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

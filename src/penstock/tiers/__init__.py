@@ -4,7 +4,7 @@ Public:
 
 - `base`: what a tier does, as protocols
 - `arrays.ArrayTier`, `tensors.TensorTier`: the engine's own KV
-- `memory.MemoryTier`: memory of this process
+- `host.MemoryTier`: memory of this process
 - `host.HostTier`, `host.slots_within`, `host.slots_in`, `host.slot_bytes`, `arena.Arena`: shared,
   pinned host memory
 """

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.tiers.linux_memory import give_back_private
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.packing import Blocks
+from penstock.vocabulary.reshard import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.vocabulary.layout import Layout
-    from penstock.vocabulary.packing import Blocks
+    from penstock.vocabulary.reshard import Blocks
 
 
 class SlotStore(Protocol):

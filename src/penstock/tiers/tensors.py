@@ -36,18 +36,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.tiers.linux_memory import give_back_private
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.packing import Blocks
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import (
     Axis,
+    DType,
     Plane,
     PlaneRole,
     opaque_plane,
     pair_from_strides,
     plane_from_strides,
 )
+from penstock.vocabulary.reshard import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What every way of remote writing does: bytes land in another rank's memory, with a notice.
+"""Remote writes: bytes land in another rank's memory, with a notice; what all ways share.
 
     target                                        writer
     area = target.open_area(peer, size)
@@ -17,19 +17,37 @@ a notice travels with the write.
 The one rule: memory that somebody else may still write to is never given to anybody.
 Retiring an area ends our interest in it, not the writer's ability to write; only the transport's
 own *fence* does, and `free` refuses before it holds.
+
+`PostedWrites` carries writes out by copying, some bytes at a time, then the notice. There is no
+thread: bytes move while somebody observes, in bounded pieces. A notice is given after the last
+byte of its write, and a write is done after its notice.
+
+`Areas` knows which areas of a target are open and which are retired. An area goes this way once,
+and is not freed before its fence holds:
+
+    open ──retire──→ retired ──free, once fenced──→ (forgotten)
+
+`ArenaPool` makes the memory of areas that other processes map, and keeps some of it for later ones.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from penstock.errors import CapacityError
+from penstock.tiers.arena import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
-    import numpy as np
     from numpy.typing import NDArray
+
 
 NOTICE_BYTES_MAX = 128 << 10
 """A notice is refused when it is longer: the sums of sixteen thousand cells fit."""
@@ -273,3 +291,251 @@ class WriterLink(Protocol):
         still land; the target's fence is for that.
         """
         ...
+
+
+SPARE_MAX = 8
+"""How many freed arenas are kept for the next areas; the memory of others goes back."""
+PIECE_BYTES = 1 << 20
+"""How many bytes are copied at a time: about a tenth of a millisecond."""
+
+
+class Delivery(Enum):
+    """What became of a notice."""
+
+    GIVEN = "given"
+    FULL = "full"
+    """Too many wait for the target; try again later."""
+    GONE = "gone"
+    """Nobody is there to take it."""
+
+
+class PostedFullError(CapacityError):
+    """A link takes no more writes before some of them have ended; nothing was posted."""
+
+    def __init__(self, *, link: str, posted: int) -> None:
+        super().__init__(tier=link, wanted=1, available=0)
+        self.args = (
+            f"link to {link!r} has {posted} writes that have not ended, and takes no more",
+        )
+
+
+@dataclass(slots=True)
+class _Posted:
+    number: int
+    spans: deque[Span]
+    notice: bytes
+    moved: int = field(default=0)
+    """Bytes of the first span that are there."""
+
+
+class PostedWrites:
+    """The writes of one link, in the order in which they were posted."""
+
+    def __init__(
+        self, link: str, area_bytes: int, *, notice_bytes_max: int = NOTICE_BYTES_MAX
+    ) -> None:
+        self._link = link
+        self._area_bytes = area_bytes
+        self._notice_bytes_max = notice_bytes_max
+        self._posted: deque[_Posted] = deque()
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self._posted)
+
+    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+        """Begins a write; see `WriterLink`."""
+        for span in spans:
+            self._require_within(span)
+        require_notice_fits(notice, self._notice_bytes_max)
+        if len(self._posted) >= POSTED_MAX:
+            raise PostedFullError(link=self._link, posted=len(self._posted))
+        number = self._next_number
+        self._next_number += 1
+        self._posted.append(_Posted(number, deque(spans), bytes(notice)))
+        return number
+
+    def advance(
+        self,
+        memory: NDArray[np.uint8],
+        budget_bytes: int,
+        deliver: Callable[[bytes], Delivery],
+    ) -> tuple[list[WriteEnd], int]:
+        """Moves about `budget_bytes`, and at least one piece, into `memory`."""
+        ends: list[WriteEnd] = []
+        spent = 0
+        while self._posted:
+            write = self._posted[0]
+            if write.spans:
+                if spent and spent >= budget_bytes:
+                    break
+                room = max(budget_bytes - spent, 0) or PIECE_BYTES
+                spent += _move_piece(write, memory, min(room, PIECE_BYTES))
+                continue
+            match deliver(write.notice):
+                case Delivery.GIVEN:
+                    ends.append(WriteDone(write.number))
+                    self._posted.popleft()
+                case Delivery.FULL:
+                    break
+                case Delivery.GONE:
+                    ends += self.fail(f"{self._link} is gone")
+        return ends, spent
+
+    def fail(self, cause: str) -> list[WriteEnd]:
+        """Ends all writes that have not ended."""
+        ends: list[WriteEnd] = [WriteFailed(write.number, cause) for write in self._posted]
+        self._posted.clear()
+        return ends
+
+    def _require_within(self, span: Span) -> None:
+        source = span.source
+        if source.dtype != np.uint8 or source.ndim != 1 or not source.flags.c_contiguous:
+            raise ValueError(
+                f"source is an array {list(source.shape)} of {source.dtype}, must be bytes along "
+                "one axis without gaps"
+            )
+        require_within(span.offset, len(source), self._area_bytes)
+
+
+def require_notice_fits(notice: bytes, bytes_max: int = NOTICE_BYTES_MAX) -> None:
+    """Refuses a notice that is too long."""
+    if len(notice) > bytes_max:
+        raise ValueError(f"notice has {len(notice)} bytes, must have at most {bytes_max}")
+
+
+def require_within(offset: int, length: int, area_bytes: int) -> None:
+    """Refuses bytes that are not in the area."""
+    if offset < 0 or length < 0 or offset + length > area_bytes:
+        raise ValueError(
+            f"span is {length} bytes from {offset} on, must be within the {area_bytes} of the area"
+        )
+
+
+def _move_piece(write: _Posted, memory: NDArray[np.uint8], room: int) -> int:
+    span = write.spans[0]
+    count = min(room, len(span.source) - write.moved)
+    start = span.offset + write.moved
+    memory[start : start + count] = span.source[write.moved : write.moved + count]
+    write.moved += count
+    if write.moved == len(span.source):
+        write.spans.popleft()
+        write.moved = 0
+    return count
+
+
+SomeArea = TypeVar("SomeArea", bound=Area)
+
+
+class Areas(Generic[SomeArea]):
+    """The areas of one target."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, SomeArea] = {}
+        self._retired: dict[int, SomeArea] = {}
+
+    @property
+    def open(self) -> tuple[SomeArea, ...]:
+        """Areas that are in use."""
+        return tuple(self._open.values())
+
+    @property
+    def retired(self) -> tuple[SomeArea, ...]:
+        """Areas that are not used any more, but still ours to keep."""
+        return tuple(self._retired.values())
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of areas that are in use."""
+        return _total(self._open.values())
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of areas that are retired."""
+        return _total(self._retired.values())
+
+    def add(self, area: SomeArea) -> SomeArea:
+        """Takes a new area into the books."""
+        self._open[id(area)] = area
+        return area
+
+    def retire(self, area: Area) -> SomeArea | None:
+        """The area as it is retired, or nothing if it was before."""
+        if id(area) in self._retired:
+            return None
+        if id(area) not in self._open:
+            raise ValueError(f"area of {area.peer!r} is not of this target, or was freed")
+        known = self._open.pop(id(area))
+        self._retired[id(area)] = known
+        return known
+
+    def require_retired(self, area: Area) -> SomeArea:
+        """The area, which must be retired."""
+        if id(area) not in self._retired:
+            raise ValueError(f"area of {area.peer!r} is not retired")
+        return self._retired[id(area)]
+
+    def free(self, area: Area, fence: Fenced | NotYet) -> SomeArea:
+        """The area as it leaves the books."""
+        known = self.require_retired(area)
+        match fence:
+            case NotYet(cause):
+                raise ValueError(f"area of {area.peer!r} cannot be freed: {cause}")
+            case Fenced():
+                pass
+        del self._retired[id(area)]
+        return known
+
+
+def _total(areas: Iterable[Area]) -> int:
+    return sum(len(area.memory) for area in areas)
+
+
+class ArenaPool:
+    """Memory for the areas of one target.
+
+    Args:
+        huge_pages: whether to look for huge pages.
+        pin: makes the memory fit for a device; see `PinMemory`.
+    """
+
+    def __init__(self, *, huge_pages: bool, pin: PinMemory | None) -> None:
+        self._huge_pages = huge_pages
+        self._pin = pin
+        self._unpin: dict[int, Callable[[], None]] = {}
+        """How to undo it, by the descriptor of an arena."""
+        self._spare: list[Arena] = []
+
+    def take(self, size: int) -> Arena:
+        """An arena of at least `size` bytes; one that was given back, if one fits.
+
+        Raises `ValueError`: `size` is less than 1.
+        """
+        if size < 1:
+            raise ValueError(f"size is {size}, must be at least 1")
+        for arena in self._spare:
+            if size <= arena.size <= 2 * size:
+                self._spare.remove(arena)
+                return arena
+        arena = Arena.create(size, name="landing", huge_pages=self._huge_pages)
+        if self._pin is not None:
+            self._unpin[arena.fd] = self._pin(arena.bytes)
+        return arena
+
+    def give_back(self, arena: Arena) -> None:
+        """Keeps an arena that nobody can write to any more for `take`."""
+        self._spare.append(arena)
+        if len(self._spare) > SPARE_MAX:
+            self._close_arena(self._spare.pop(0))
+
+    def close(self, taken: Iterable[Arena]) -> None:
+        """Closes all arenas: those that are `taken`, too."""
+        for arena in (*taken, *self._spare):
+            self._close_arena(arena)
+        self._spare.clear()
+
+    def _close_arena(self, arena: Arena) -> None:
+        unpin = self._unpin.pop(arena.fd, None)
+        if unpin is not None:
+            unpin()
+        arena.close()

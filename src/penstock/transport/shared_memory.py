@@ -39,9 +39,18 @@ import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.tiers.arena import Arena, populate_pages
-from penstock.transport.posted import Areas, ArenaPool, Delivery, PostedWrites, require_within
-from penstock.transport.private_folder import private_folder, socket_path
-from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, Notice, NotYet
+from penstock.transport.remote import (
+    NOTICE_BYTES_MAX,
+    Areas,
+    ArenaPool,
+    Delivery,
+    Fenced,
+    Notice,
+    NotYet,
+    PostedWrites,
+    require_within,
+)
+from penstock.transport.unix_sockets import private_folder, socket_path
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:

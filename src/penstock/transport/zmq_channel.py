@@ -30,7 +30,7 @@ from penstock.transport.base import (
     require_frame_fits,
 )
 from penstock.transport.waiting import wait_readable
-from penstock.transport.wire import (
+from penstock.transport.zmq_link import (
     ChannelRefusal,
     ChannelWelcome,
     Frame,

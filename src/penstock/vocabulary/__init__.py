@@ -2,9 +2,8 @@
 
 Public:
 
-- `layout`, with `layers`, `planes` and `dtypes`: how the KV of a block lies in memory
-- `form`, `reshard`, `narrowing`, `cell_span`: how KV of one geometry becomes that of another
-- `keys`, `namespace`: the name of a block
-- `checksums`, `packing`: its bytes
-- `ids`: names that are numbers
+- `layout`, with `planes`: how the KV of a block lies in memory
+- `form`, `reshard`: how KV of one geometry becomes that of another
+- `keys`: the names of blocks and operations
+- `checksums`: the sums of its bytes
 """

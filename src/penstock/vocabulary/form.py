@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import counted
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, Dim, Plane, PlaneRole, dense_strides
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
+from penstock.vocabulary.planes import Axis, Dim, DType, Plane, PlaneRole, dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

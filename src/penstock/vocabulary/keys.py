@@ -1,4 +1,17 @@
-"""Block keys: one running hash over a sequence names the content of each of its blocks.
+"""Names: ids of operations, namespaces, and block keys, which are running hashes over tokens.
+
+An operation is named by three numbers, because two would not do: the *sequence* tells two
+operations of one epoch apart, the *epoch* tells an answer from before a reset, and the
+*incarnation*, 64 random bits drawn when the engine starts, tells an answer that belongs to
+an earlier life of the same engine.
+
+Every field is content. How and where bytes lie (block size, layout, shards, ranks, storage
+format) is the form of a copy and has no place here: the same content in another form must
+keep its key.
+
+The one rule that must not break: two namespaces that differ in any field encode to different
+bytes. Each field is framed with its name and both lengths, so bytes cannot move from one
+field to the next. `docs/keys.md` is the specification.
 
     namespace → start → 1,024 tokens and their items → restart → 1,024 tokens and … → restart → …
 
@@ -21,17 +34,115 @@ import reprlib
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 import xxhash
 
-from penstock.vocabulary.namespace import Namespace, frame
-
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+LeaseId = NewType("LeaseId", int)
+"""A lease within one incarnation; never given twice."""
+PinId = NewType("PinId", int)
+"""A pinned prefix within one incarnation; never given twice."""
+Key = bytes
+"""The name of a block's content: 16 bytes, see `penstock.vocabulary.keys`."""
+
+
+class OperationId(NamedTuple):
+    """The name of one operation, never given twice, not even by another life of the engine."""
+
+    incarnation: int
+    epoch: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation:016x}.{self.epoch}.{self.sequence}"
+
+
+NAMESPACE_DOMAIN = b"penstock.namespace.v1"
+"""Opens every encoding. A change to the fields or to the framing needs a new version here."""
+
+KEPT = 1024
+"""Of how many namespaces the encoding is kept, as every request needs it: tenants, adapters and KV
+groups in use at a time."""
+FIELD_BYTES_MAX = 4096
+"""Long enough for any path, digest or serialised rotary setting; bounds what a key absorbs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What a block's content depends on besides the tokens up to its end.
+
+    Fields are compared as UTF-8 bytes, without Unicode normalisation. An empty field means
+    "the model's own" or "none", as each field says; it is still part of the encoding.
+    """
+
+    model: str
+    """Which model, for example `meta-llama/Llama-3.1-8B`. Never empty: it has no default that
+    would be safe to share."""
+    weights_version: str = "unknown"
+    """Which weights, usually a digest of the checkpoint."""
+    kv_dtype: str = "bfloat16"
+    """The element type in which the KV is kept."""
+    kv_scales: str = ""
+    """A digest of the scales of quantised KV; empty when it has none."""
+    rotary: str = ""
+    """The rotary configuration where it is not the model's own, such as a scaling factor."""
+    kv_group: str = ""
+    """Which KV group of a model that has several; empty when it has one."""
+    adapter: str = ""
+    """The adapter (LoRA or other) that the KV was computed with; empty for none."""
+    tenant: str = ""
+    """Who may share this KV; empty when everybody may."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _encode_field(field.name, getattr(self, field.name))
+        if not self.model:
+            raise ValueError("namespace field model is empty; it must name the model")
+
+    def encode(self) -> bytes:
+        """The canonical bytes of this namespace: what the running hash starts from."""
+        return _encode(self)
+
+
+@lru_cache(maxsize=KEPT)
+def _encode(namespace: Namespace) -> bytes:
+    names = [field.name for field in fields(namespace)]
+    parts = [frame(NAMESPACE_DOMAIN), struct.pack("<I", len(names))]
+    for name in names:
+        parts.append(frame(name.encode("utf-8")))
+        parts.append(frame(_encode_field(name, getattr(namespace, name))))
+    return b"".join(parts)
+
+
+def frame(content: bytes) -> bytes:
+    """`content` behind its length as a little-endian uint32, so that nothing can shift."""
+    return struct.pack("<I", len(content)) + content
+
+
+def _encode_field(name: str, value: object) -> bytes:
+    if isinstance(value, str):
+        return _encode_text(name, value)
+    raise ValueError(f"namespace field {name} is {reprlib.repr(value)}; it must be a str")
+
+
+def _encode_text(name: str, text: str) -> bytes:
+    try:
+        encoded = text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise ValueError(f"namespace field {name} has no UTF-8 encoding: {problem}") from None
+    if len(encoded) > FIELD_BYTES_MAX:
+        raise ValueError(
+            f"namespace field {name} is {len(encoded)} bytes long; at most {FIELD_BYTES_MAX} fit"
+        )
+    return encoded
+
 
 KEY_BYTES = 16
 ANCHOR_TOKENS = 1024

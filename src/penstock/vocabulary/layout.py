@@ -1,4 +1,4 @@
-"""Layouts: how the KV of one rank lies in memory.
+"""Layouts: which layers and heads a rank holds, how their KV lies, and parts of a layout.
 
     Layout ── Group (layers that share block ids) ── Layer ── Plane (K, V, latent, scale …)
 
@@ -11,22 +11,36 @@ head after head, then what has no heads; in it plane after plane, by role; in it
 token, channel after channel. A *packed* block is its bytes in that order without gaps, so a
 cell, a range of heads and a range of layers are each one run of bytes.
 
-The one rule: layers and heads are numbered through the whole model, never through a rank.
-A cell keeps its name, and so its checksum, whichever rank holds it.
+    narrow(layout, cuts)          the same memory, of which only the cuts are seen
+    token_window(layout, …)       the same memory, of which only some tokens of a block are seen
+
+Nothing is copied, and block numbers stay what they were. What is seen is a layout like any
+other, so it can be packed, copied, summed and moved like one. A cell has the name in it that it
+has everywhere, and so, over all of its tokens, the same checksum.
+
+The rules:
+
+- Layers and heads are numbered through the whole model, never through a rank.
+- Layers and heads are numbered through the whole model, never through a rank. A cell keeps its
+  name, and so its checksum, whichever rank holds it.
+- A cut goes along heads, layers and tokens, never through a number whose parts nobody knows. An
+  opaque block, or each head of it, is taken whole or not at all.
 """
 
 from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.vocabulary.arguments import INT_MAX, as_int, as_tuple, require_type, set_ints
-from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.planes import (
     Axis,
     Dim,
+    DType,
     Extent,
     Plane,
     PlaneRole,
@@ -40,6 +54,142 @@ from penstock.vocabulary.planes import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+
+ALL_HEADS = 0xFFFF_FFFF
+"""The head number of a cell whose bytes are the same on every tensor-parallel rank."""
+LAYER_NUMBER_MAX = (1 << 24) - 1
+"""A checksum seed has 24 bits for the layer."""
+HEAD_NUMBER_MAX = ALL_HEADS - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRange:
+    """The KV heads that a rank holds: `count` of the model's `total`, from `first` on."""
+
+    first: int
+    count: int
+    total: int
+
+    def __post_init__(self) -> None:
+        set_ints(
+            self,
+            ("first", "first of heads", -INT_MAX, INT_MAX),
+            ("count", "count of heads", 1, INT_MAX),
+            ("total", "total of heads", 1, HEAD_NUMBER_MAX),
+        )
+        if self.first < 0 or self.first + self.count > self.total:
+            raise ValueError(
+                f"heads {self.first} to {self.first + self.count - 1} must be within the "
+                f"model's {self.total}"
+            )
+
+    @classmethod
+    def all_of(cls, total: int) -> HeadRange:
+        """Every head of a model that has `total`."""
+        return cls(first=0, count=total, total=total)
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.first + self.count - 1} of {self.total}"
+
+
+class GroupKind(Enum):
+    """What the layers of a group compute, as far as it decides which blocks they need."""
+
+    ATTENTION = "attention"
+    SLIDING = "sliding"
+    LATENT = "latent"
+    STATE = "state"
+    OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The planes of one layer; `number` counts through the whole model.
+
+    Draft layers (of a speculative decoder) are numbered behind the model's own.
+    """
+
+    number: int
+    planes: tuple[Plane, ...]
+    draft: bool = False
+
+    def __post_init__(self) -> None:
+        set_ints(self, ("number", "number of the layer", 0, LAYER_NUMBER_MAX))
+        if not self.planes:
+            raise ValueError(f"layer {self.number} has no planes, must have at least 1")
+        roles = [plane.role for plane in self.planes]
+        for role in roles:
+            if roles.count(role) > 1:
+                raise ValueError(f"layer {self.number} has more than one plane {role.label}")
+        object.__setattr__(self, "planes", tuple(sorted(self.planes, key=lambda each: each.role)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in this layer."""
+        return sum(plane.block_bytes for plane in self.planes)
+
+    @property
+    def headed(self) -> tuple[Plane, ...]:
+        """The planes that have KV heads."""
+        return tuple(plane for plane in self.planes if plane.has_heads)
+
+    @property
+    def headless(self) -> tuple[Plane, ...]:
+        """The planes that do not."""
+        return tuple(plane for plane in self.planes if not plane.has_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers that share block ids: a block of the group has bytes in each of them."""
+
+    kind: GroupKind
+    layers: tuple[Layer, ...]
+    heads: HeadRange | None = None
+    """The KV heads this rank holds. `None` says that every rank holds the same bytes."""
+
+    def __post_init__(self) -> None:
+        require_type("kind of the group", self.kind, GroupKind)
+        if self.heads is not None:
+            require_type("heads of the group", self.heads, HeadRange)
+        if not self.layers:
+            raise ValueError(f"group of kind {self.kind.value} has no layers, must have at least 1")
+        layers = sorted(self.layers, key=lambda layer: layer.number)
+        for earlier, later in pairwise(layers):
+            if earlier.number == later.number:
+                raise ValueError(f"layer {later.number} is twice in one group")
+        object.__setattr__(self, "layers", tuple(layers))
+        if self.kind in {GroupKind.ATTENTION, GroupKind.SLIDING} and self.heads is None:
+            raise ValueError(f"heads of a group of kind {self.kind.value} must be given")
+        if self.kind is GroupKind.LATENT and self.heads is not None:
+            raise ValueError(f"heads of a latent group are {self.heads}, must be None")
+        for layer in self.layers:
+            for plane in layer.planes:
+                self._require_fitting(layer, plane)
+
+    def _require_fitting(self, layer: Layer, plane: Plane) -> None:
+        place = f"plane {plane.role.label} of layer {layer.number}"
+        if plane.block_count != self.block_count:
+            raise ValueError(
+                f"{place} has {plane.block_count} blocks, others of its group {self.block_count}"
+            )
+        if not plane.has_heads:
+            return
+        held = 0 if self.heads is None else self.heads.count
+        if plane.heads != held:
+            raise ValueError(f"{place} has {plane.heads} heads, its group has {held}")
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks it has room for."""
+        return self.layers[0].planes[0].block_count
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in this group."""
+        return sum(layer.block_bytes for layer in self.layers)
+
 
 BLOCK_TOKEN_HEAD = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
 """The axes of a KV tensor as most attention kernels write it."""
@@ -434,3 +584,127 @@ def _blocks_follow_each_other(planes: Sequence[Plane]) -> bool:
     first = min(plane.offset for plane in planes)
     last = max(plane.block_end for plane in planes)
     return len(strides) == 1 and last - first <= strides.pop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Some layers of a group, and some of its heads."""
+
+    group: int
+    """Its position in the layout."""
+    layers: tuple[int, ...]
+    heads: HeadRange | None
+    """`None` where the group has no heads."""
+
+
+def narrow(layout: Layout, cuts: Sequence[Cut]) -> Layout:
+    """The layout with one group for each cut, in their order, and nothing else."""
+    groups = tuple(_cut_group(layout, cut) for cut in cuts)
+    return Layout(groups=groups, block_tokens=layout.block_tokens)
+
+
+def cell_positions(layout: Layout, cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """Where in `layout.cells` the cells of `narrow(layout, cuts)` are: to pick their sums."""
+    places = {
+        (cell.group, cell.layer, cell.head, cell.segments[0].plane.has_heads): position
+        for position, cell in enumerate(layout.cells)
+    }
+    return tuple(
+        places[cuts[cell.group].group, cell.layer, cell.head, cell.segments[0].plane.has_heads]
+        for cell in narrow(layout, cuts).cells
+    )
+
+
+def token_window(layout: Layout, *, first: int, count: int) -> Layout:
+    """The layout of tokens `first` to `first + count` of each block, under the same numbers."""
+    if first < 0 or count < 1 or first + count > layout.block_tokens:
+        raise ValueError(
+            f"window is {count} tokens from {first} on, must be at least 1 and within the "
+            f"{layout.block_tokens} of a block"
+        )
+    groups = tuple(
+        replace(
+            group,
+            layers=tuple(
+                replace(
+                    layer,
+                    planes=tuple(
+                        _windowed(plane, layer, layout.block_tokens, first, count)
+                        for plane in layer.planes
+                    ),
+                )
+                for layer in group.layers
+            ),
+        )
+        for group in layout.groups
+    )
+    return Layout(groups=groups, block_tokens=count)
+
+
+def _cut_group(layout: Layout, cut: Cut) -> Group:
+    if not 0 <= cut.group < len(layout.groups):
+        raise ValueError(f"group is {cut.group}, must be from 0 to {len(layout.groups) - 1}")
+    group = layout.groups[cut.group]
+    layers = {layer.number: layer for layer in group.layers}
+    missing = [number for number in cut.layers if number not in layers]
+    if missing:
+        raise ValueError(f"layers {missing} are cut out of group {cut.group}, which has none such")
+    _require_heads_within(group, cut)
+    return replace(
+        group,
+        heads=cut.heads,
+        layers=tuple(_cut_layer(layers[number], group, cut) for number in cut.layers),
+    )
+
+
+def _require_heads_within(group: Group, cut: Cut) -> None:
+    held, wanted = group.heads, cut.heads
+    if held is None or wanted is None:
+        if held is not wanted:
+            raise ValueError(f"heads of the cut are {wanted}, of group {cut.group} {held}")
+        return
+    within = held.first <= wanted.first and (wanted.first + wanted.count <= held.first + held.count)
+    if not within or held.total != wanted.total:
+        raise ValueError(f"heads of the cut are {wanted}, must be within {held}")
+
+
+def _cut_layer(layer: Layer, group: Group, cut: Cut) -> Layer:
+    if group.heads is None or cut.heads is None or cut.heads == group.heads:
+        return layer
+    if layer.headless:
+        raise ValueError(
+            f"plane {layer.headless[0].role.label} of layer {layer.number} has no heads to cut: "
+            f"heads {group.heads} cannot become {cut.heads}"
+        )
+    skipped = cut.heads.first - group.heads.first
+    planes = tuple(_cut_heads(plane, skipped, cut.heads.count) for plane in layer.planes)
+    return replace(layer, planes=planes)
+
+
+def _cut_heads(plane: Plane, skipped: int, count: int) -> Plane:
+    head = next(dim for dim in plane.dims if dim.axis is Axis.HEAD)
+    return replace(
+        plane,
+        dims=tuple(replace(dim, size=count) if dim is head else dim for dim in plane.dims),
+        offset=plane.offset + skipped * head.stride,
+    )
+
+
+def _windowed(plane: Plane, layer: Layer, block_tokens: int, first: int, count: int) -> Plane:
+    if count == block_tokens:
+        return plane
+    per_position = block_tokens // plane.tokens
+    axes = [dim for dim in plane.dims if dim.axis is Axis.TOKEN]
+    # Of several token axes only the outermost can be shortened: the others are steps inside it.
+    step = per_position * prod(dim.size for dim in axes[1:])
+    if not axes or first % step or count % step:
+        raise ValueError(
+            f"plane {plane.role.label} of layer {layer.number} has a step of {step} tokens, which "
+            f"must divide a window of {count} tokens from {first} on"
+        )
+    outer = axes[0]
+    return replace(
+        plane,
+        dims=tuple(replace(dim, size=count // step) if dim is outer else dim for dim in plane.dims),
+        offset=plane.offset + first // step * outer.stride,
+    )

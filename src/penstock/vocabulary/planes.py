@@ -1,4 +1,7 @@
-"""Planes: where one kind of number (K, V, latent, scale) of one layer lies in memory.
+"""Planes: where one kind of number (K, V, latent, scale) of one layer lies, and its format.
+
+Penstock never computes with KV; of a number format it needs the size and a name that every
+engine spells the same way.
 
 A plane has one entry per block, and inside a block up to three axes: KV head, token and
 channel. Each axis has a byte stride, in any order of nesting:
@@ -13,29 +16,96 @@ K and V packed into one tensor are two planes whose bytes interleave: the axis t
 them apart becomes a difference in offset. An *opaque* plane says only how many bytes a
 block has, or each head of a block; its `encoding` names what the engine made of them.
 
-The one rule: strides are what the tensor said. Nothing here derives a stride from a shape
-unless the caller states that the array is dense.
+
 
 An `Extent` is a run of bytes in a place, such as a buffer of a layout. Joining extents never
 changes the order of bytes: read one after the other, they spell the same bytes before and after.
+
+The rules:
+
+- A name that is not in the table is refused, because a guessed size would read the wrong bytes.
+- Strides are what the tensor said. Nothing here derives a stride from a shape unless the caller
+  states that the array is dense.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.vocabulary.arguments import INT_MAX, require_type, set_ints
-from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
+
+
+class DType(Enum):
+    """A number format; its value is its name in forms and on the wire."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP64 = "fp64"
+    """NumPy's default; no engine keeps its KV like this."""
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    FP8_E8M0 = "fp8_e8m0"
+    """Powers of two alone: the scales of microscaling formats."""
+    INT8 = "int8"
+    UINT8 = "uint8"
+    """Plain bytes, also for formats that pack several numbers into one."""
+
+    @property
+    def itemsize(self) -> int:
+        """How many bytes one number takes."""
+        return _ITEMSIZES[self]
+
+    @classmethod
+    def parse(cls, name: str) -> DType:
+        """The format that `name` means; the names of torch and NumPy are understood too."""
+        bare = name.removeprefix("torch.").lower()
+        canonical = _ALIASES.get(bare, bare)
+        try:
+            return cls(canonical)
+        except ValueError:
+            known = ", ".join(DTYPE_NAMES)
+            raise ValueError(f"dtype is {name!r}, must be one of {known}") from None
+
+
+_ITEMSIZES = {
+    DType.BF16: 2,
+    DType.FP16: 2,
+    DType.FP32: 4,
+    DType.FP64: 8,
+    DType.FP8_E4M3: 1,
+    DType.FP8_E5M2: 1,
+    DType.FP8_E8M0: 1,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+}
+
+_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e8m0fnu": "fp8_e8m0",
+}
+
+DTYPE_NAMES = tuple(sorted({*(each.value for each in DType), *_ALIASES}))
+"""Every name that `DType.parse` understands, but for a leading `torch.`."""
 
 
 class Axis(StrEnum):

@@ -18,8 +18,8 @@ from lab.fixtures.handoff_pair import (
 )
 from lab.fixtures.inproc import InprocFabric
 from lab.fixtures.switchboard import Switchboard
-from penstock.handoff.driver.array_parts import ArrayReader, ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.parts import ArrayReader, ArrayTaker
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lab.fixtures.switchboard import InprocLines
     from penstock.handoff.driver.party_driver import PartyDriver
-    from penstock.handoff.driver.progress import LayerEvents
+    from penstock.handoff.driver.prefill_rank import LayerEvents
     from penstock.handoff.protocol.effects import HandoffEnded
 
     MakeWorld = Callable[..., "World"]

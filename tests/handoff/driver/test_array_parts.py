@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver import array_parts
-from penstock.handoff.driver.array_parts import PartGather, PartScatter
-from penstock.handoff.driver.parts import RouteParts
+from penstock.handoff.driver import parts as array_parts
+from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.handoff.protocol.grid import cut, missing_blocks
 from penstock.testing.route_copying import RouteCopier
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.planes import Axis, DType
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.array_parts import PartGather, PartScatter
-from penstock.handoff.driver.parts import RouteParts
+from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.movers.packing import load_parts_library
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import Axis, DType
 from penstock.vocabulary.reshard import plan_reshard
 from tests.movers.flipping import flipped_bits, rounds
 

@@ -14,7 +14,7 @@ import pytest
 
 from lab.fixtures.handoff_pair import Shape
 from penstock.errors import PeerError
-from penstock.handoff.driver.envelope import Envelope, seal, unseal
+from penstock.handoff.driver.party_driver import Envelope, seal, unseal
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes

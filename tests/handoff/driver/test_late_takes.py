@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from lab.fixtures.handoff_pair import LAYERS, Shape
-from penstock.handoff.driver.array_parts import ArrayTaker
 from penstock.handoff.driver.decode_rank import CLAIM_S
+from penstock.handoff.driver.parts import ArrayTaker
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:

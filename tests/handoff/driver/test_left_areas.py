@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lab.fixtures.handoff_pair import Shape
-from penstock.handoff.driver.envelope import seal
+from penstock.handoff.driver.party_driver import seal
 from penstock.handoff.protocol import messages as msg
 
 if TYPE_CHECKING:

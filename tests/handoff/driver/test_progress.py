@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.fixtures.handoff_pair import LAYERS
-from penstock.handoff.driver.prefill_rank import DRIVE_S
-from penstock.handoff.driver.progress import LayerEvents, Progress
+from penstock.handoff.driver.prefill_rank import DRIVE_S, LayerEvents, Progress
 
 if TYPE_CHECKING:
     from tests.handoff.driver.conftest import MakeWorld

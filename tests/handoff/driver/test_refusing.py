@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lab.fixtures.handoff_pair import SLOTS, Shape, directory_of, keys_of
 from penstock.errors import PeerError
-from penstock.handoff.driver.envelope import (
+from penstock.handoff.driver.party_driver import (
     Content,
     decode_content,
     encode_content,

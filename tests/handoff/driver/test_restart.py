@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lab.fixtures.handoff_pair import LAYERS, Shape, keys_of
-from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.driver.prefill_rank import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.handoff.driver import shared_listener
-from penstock.handoff.driver.shared_listener import SharedListener
+from penstock.handoff.driver import lines
+from penstock.handoff.driver.lines import SharedListener
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import dial
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
-    from penstock.handoff.driver.shared_listener import ListenerShare
+    from penstock.handoff.driver.lines import ListenerShare
     from penstock.transport.zmq_channel import ZmqChannel
 
 SOON_S = 600.0
@@ -67,7 +67,7 @@ def test_a_caller_that_comes_before_its_pair_is_open_is_kept() -> None:
 
 
 def test_a_caller_whom_nobody_expects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_listener, "UNCLAIMED_S", 0.0)
+    monkeypatch.setattr(lines, "UNCLAIMED_S", 0.0)
     with closing(SharedListener("prefill-0")) as listener:
         share = listener.share(["expected"])
         caller = dial(listener.address, name="stranger")

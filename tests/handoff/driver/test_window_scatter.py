@@ -5,19 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.array_parts import PartGather, PartScatter
-from penstock.handoff.driver.parts import RouteParts
+from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.handoff.protocol.grid import cut
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layers import HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import HeadRange, Layout
+from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import plan_reshard
 
 torch = pytest.importorskip("torch")
 
-from penstock.handoff.driver.window_scatter import WindowScatter  # noqa: E402
+from penstock.handoff.driver.device_parts import WindowScatter  # noqa: E402
 from penstock.tiers.tensors import TensorTier  # noqa: E402
 
 

@@ -11,9 +11,9 @@ from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Identity, Life, form_facts, misfit
 from penstock.handoff.protocol.states import Role
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
 from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import DType
 
 if TYPE_CHECKING:
     from tests.handoff.protocol.conftest import World

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.handoff.protocol.liveness import Liveness, SilentPeers
+from penstock.handoff.protocol.party import Liveness, SilentPeers
 from penstock.handoff.protocol.settings import HandoffTimes
 
 TIMES = HandoffTimes(ping_s=1.0, suspect_s=3.0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.round_trips import RoundTrip
+from penstock.handoff.protocol.party import RoundTrip
 from penstock.handoff.protocol.settings import HandoffTimes
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.grid import missing_blocks
 from penstock.handoff.protocol.identity import form_facts
 from penstock.handoff.protocol.settings import HandoffBounds
-from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
 from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:

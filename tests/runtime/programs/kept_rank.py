@@ -15,8 +15,8 @@ import numpy as np
 from lab.fixtures.rank_channels import serve
 from penstock.config import parse_config
 from penstock.runtime.open import open_rank
-from penstock.runtime.stop_signal import StopSignal
-from penstock.supervisor.keeper import keeper
+from penstock.supervisor.descriptors import keeper
+from penstock.transport.waiting import StopSignal
 from penstock.transport.zeromq import connect
 
 

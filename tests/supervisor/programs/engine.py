@@ -14,7 +14,7 @@ import socket
 import sys
 
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.spec import OnFailure, ProcessSpec
+from penstock.supervisor.messages import OnFailure, ProcessSpec
 from penstock.tiers.arena import Arena
 
 

@@ -13,7 +13,7 @@ import sys
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.descriptors import inherited_descriptor
-from penstock.supervisor.keeper import keeper as find_keeper
+from penstock.supervisor.descriptors import keeper as find_keeper
 
 LINE = socket.socket(fileno=inherited_descriptor("line"))
 

@@ -1,17 +1,24 @@
-"""`penstock status [URL]`: how a running `penstock serve` or `penstock router` is, in a few lines.
+"""`penstock status` and `penstock cache`: how a running server is, and orders to its caches.
 
 `LiveClient` asks a server for the document that its live page shows; `penstock top` uses it, too.
+
+| command                     | asks for                                              |
+|-----------------------------|-------------------------------------------------------|
+| `clear URL`                 | `POST /admin/reset`                                   |
+| `story URL REQUEST`         | `GET /cache/story`, in the words of the live page     |
 """
 
 from __future__ import annotations
 
 import json as json_module
+import re
 import socket
 from collections import Counter
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
 from ssl import SSLError
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import typer
@@ -21,13 +28,13 @@ from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.config import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, counted, shown
 from penstock_serve.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
-from penstock_serve.observe.live import RouterLive, ServerLive
+from penstock_serve.observe.live import HANDED, RouterLive, ServerLive
 from penstock_serve.observe.miss_reasons import MISS_ADVICE
-from penstock_serve.observe.traffic import HANDED
 from penstock_serve.server.guard import find_client_key, wrong_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
 
 ANSWER_S = 20.0
 """A server waits up to 5 s for its instances."""
@@ -382,3 +389,64 @@ def rate_text(rate: float | None) -> str:
     if rate is None:
         return "–"
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+commands = typer.Typer(no_args_is_help=True)
+
+
+class _Cleared(msgspec.Struct):
+    reset: list[str]
+
+
+class _Story(msgspec.Struct):
+    story: list[Annotated[str, msgspec.Meta(pattern=r"^[0-9.]+ ")]]
+
+
+@commands.command()
+def clear(
+    url: LiveUrlArgument, *, api_key_file: ApiKeyFileOption = None, json: JsonOption = None
+) -> None:
+    """Forget everything that is cached, in all instances and tiers; requests go on."""
+    done = live_client(url, api_key_file).call("POST", "/admin/reset", _Cleared)
+    _tell(json, done, f"cleared: {', '.join(done['reset']) or 'no instance is ready'}")
+
+
+@commands.command()
+def story(
+    url: LiveUrlArgument,
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="The id of an answer, or its x-request-id.")
+    ],
+    *,
+    api_key_file: ApiKeyFileOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Say what happened to the blocks of a request, step by step."""
+    path = f"/cache/story?request={quote(request, safe='')}"
+    found = live_client(url, api_key_file).call("GET", path, _Story)
+    _tell(json, found, "\n".join(story_lines(found["story"], request)))
+
+
+def story_lines(lines: list[str], request: str) -> list[str]:
+    """The events of a request in order, with the milliseconds since the first of them.
+
+    `[prefill]`: in the instance that computed the prompt for another one.
+    """
+    events = sorted((float(at), text) for at, _, text in (line.partition(" ") for line in lines))
+    return [
+        f"{f'+{1000 * (at - events[0][0]):.1f} ms':>12}  {_told(text, request)}"
+        for at, text in events
+    ]
+
+
+def _told(text: str, request: str) -> str:
+    mark = "[prefill] " if f" cause={request}/" in text else ""
+    words = re.sub(r"\s+lease=\d+", "", text.replace(f" cause={request}", ""), count=1)
+    return mark + re.sub(r"^([a-z ]+)/\d+", r"\1", words)
+
+
+def _tell(json: Path | None, document: dict[str, Any], text: str) -> None:
+    if json is not None:
+        write_json(json, document)
+    if str(json) != "-":
+        print(text)

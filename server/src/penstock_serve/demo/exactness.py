@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.batch import TokenSpan, on_device
 from penstock_serve.engine.checkpoints import RankWeights, find_model
 from penstock_serve.engine.model import Alone, Decoder
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.text import Text
 from penstock_serve.engine.worker import allocate_kv
 

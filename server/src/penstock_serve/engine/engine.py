@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.errors import CapacityError, UnavailableError, counted
 from penstock_serve.engine.batch import is_decode
+from penstock_serve.engine.checkpoints import WeightsNotLoaded
 from penstock_serve.engine.requests import Phase
 from penstock_serve.engine.steps import (
     COPIES_ALONE,
@@ -28,7 +29,6 @@ from penstock_serve.engine.steps import (
     HandedCounts,
     Step,
 )
-from penstock_serve.engine.weights import WeightsNotLoaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

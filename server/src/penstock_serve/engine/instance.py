@@ -47,7 +47,7 @@ from penstock_serve.engine import messages as ms
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.engine import Engine, EnginePaused, LocalWorkers
 from penstock_serve.engine.handoffs import InstanceHandoffs, RankHandoffs
-from penstock_serve.engine.orders import Orders
+from penstock_serve.engine.orders import Orders, answer_to, token_bytes_of
 from penstock_serve.engine.peers import peers_of
 from penstock_serve.engine.process_life import (
     GIVE_UP_S,
@@ -58,7 +58,6 @@ from penstock_serve.engine.process_life import (
     report_ready,
 )
 from penstock_serve.engine.remote_workers import RemoteWorkers, ignore_progress, meet_ranks
-from penstock_serve.engine.reports import answer_to, token_bytes_of
 from penstock_serve.engine.requests import Output, Request
 from penstock_serve.engine.sampling_options import Sampling
 from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings

@@ -211,7 +211,7 @@ class LLM:
             UnavailableError: its files cannot be read. If they could not be read to the end, no
                 prompt is answered until another load has succeeded.
         """
-        from penstock_serve.engine.weights import check_weights, version_of  # noqa: PLC0415 - needs torch
+        from penstock_serve.engine.checkpoints import check_weights, version_of  # noqa: PLC0415 - needs torch
 
         self._require_open()
         if not isinstance(path, str | Path):

@@ -28,9 +28,9 @@ from penstock_serve.engine.architecture import Architecture, rotary_frequencies
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock_serve.engine.architecture import Share
     from penstock_serve.engine.batch import DecodeRows, PrefillRows, StepBatch
     from penstock_serve.engine.checkpoints import RankWeights
-    from penstock_serve.engine.sharding import Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

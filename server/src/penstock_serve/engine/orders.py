@@ -1,8 +1,10 @@
-"""An operator's orders to one instance: pause, other weights, sleep.
+"""What an operator asks of one instance: orders, and questions about itself.
 
 Every order but `Resume` is answered with an `OrderResult`, when it was carried out or could not be.
 Some wait for requests or copies to end; `step` carries them out then, or answers after a timeout
 why it could not.
+
+Nothing here changes any state; an audit ends the instance if an invariant is violated.
 """
 
 from __future__ import annotations
@@ -10,20 +12,27 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock import DType
 from penstock.errors import ConfigError, UnavailableError, counted
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.weights import WeightsNotLoaded, check_weights
+from penstock_serve.engine.checkpoints import WeightsNotLoaded, check_weights
+from penstock_serve.engine.requests import Phase
+from penstock_serve.observe.live import InstanceStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.engine.engine import Engine
+    from penstock_serve.engine.messages import Ask
+    from penstock_serve.engine.spec import InstanceSpec
 
+
+if TYPE_CHECKING:
     WaitingOrder = ms.Pause | ms.Sleep
 
 logger = logging.getLogger("penstock.engine.orders")
@@ -145,3 +154,62 @@ class Orders:
 
     def _send_result(self, order: int, result: ms.OrderResult) -> None:
         self._send(ms.AskAnswer(id=order, json=msgspec.json.encode(result)))
+
+
+def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int) -> bytes:
+    """The answer to a question, as JSON.
+
+    Raises `InvariantViolation`: an audit found a violated invariant.
+    """
+    match ask.what:
+        case "story":
+            return msgspec.json.encode(engine.cache.story(ask.of))
+        case "timeline":
+            return msgspec.json.encode(_timeline(spec, engine, token_bytes))
+        case "audit":
+            engine.cache.audit()
+        case "statistics":
+            pass
+    return msgspec.json.encode(_statistics(spec, engine, token_bytes))
+
+
+def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
+    """Bytes of KV of one token, over all layers and heads."""
+    heads = 2 * architecture.layers * architecture.kv_heads
+    return heads * architecture.head_dim * DType.parse(spec.dtype).itemsize
+
+
+def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> InstanceStatistics:
+    count = engine.scheduler.count
+    return InstanceStatistics(
+        instance=spec.name,
+        role=spec.role.value,
+        state=engine.state.value,
+        weights_version=spec.config.model.weights_version,
+        cache=engine.cache.statistics(),
+        health=engine.cache.health(),
+        waiting=count(Phase.WAITING),
+        loading=count(Phase.LOADING),
+        running=count(Phase.RUNNING),
+        claiming=count(Phase.CLAIMING),
+        preemptions=engine.scheduler.preemptions,
+        handoffs=engine.handoff_outcomes,
+        handed_bytes=engine.handed.bytes_moved,
+        handed_seconds=engine.handed_seconds,
+        handed_parts_verified=engine.handed.parts_verified,
+        landing_bytes=engine.handed.landing_bytes,
+        token_bytes=token_bytes,
+    )
+
+
+def _timeline(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:
+    """The last copies and handoffs that have ended, on this machine's monotonic clock."""
+    handoffs = engine.handoffs
+    return {
+        "instance": spec.name,
+        "role": spec.role.value,
+        "now": time.monotonic(),
+        "block_bytes": spec.config.cache.block_tokens * token_bytes,
+        "copies": engine.cache.copies(),
+        "handoffs": [] if handoffs is None else list(handoffs.ended),
+    }

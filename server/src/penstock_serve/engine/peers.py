@@ -49,8 +49,8 @@ from penstock.toolkit import (
     is_local,
     socket_path,
 )
+from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.defaults import handoff_settings
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.engine.steps import HandedCounts
 

@@ -37,11 +37,11 @@ from penstock.toolkit import (
     connect,
     wait_any,
 )
+from penstock_serve.engine.checkpoints import WeightsNotLoaded
 
 # msgspec reads the annotations when a message arrives, so this import must be real.
 from penstock_serve.engine.spec import PairSpec  # noqa: TC001
 from penstock_serve.engine.steps import HandedCounts, Step, StepResult
-from penstock_serve.engine.weights import WeightsNotLoaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -24,13 +24,17 @@ from penstock import GroupKind, HeadRange
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.toolkit import give_back_private
+from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.batch import lay_out
-from penstock_serve.engine.checkpoints import RankWeights, find_model
+from penstock_serve.engine.checkpoints import (
+    RankWeights,
+    WeightsNotLoaded,
+    find_model,
+    load_weights,
+)
 from penstock_serve.engine.model import Alone, Decoder, Ranks, Together, layer_waits
 from penstock_serve.engine.sampling import Named, SampledBatch, scored
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.steps import STEP_S, StepResult
-from penstock_serve.engine.weights import WeightsNotLoaded, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,13 +42,12 @@ if TYPE_CHECKING:
 
     from penstock import EngineSteps
     from penstock.config import Config
-    from penstock_serve.engine.architecture import Architecture
+    from penstock_serve.engine.architecture import Architecture, Share
     from penstock_serve.engine.batch import Sheet, StepBatch
     from penstock_serve.engine.checkpoints import ModelFiles
     from penstock_serve.engine.cuda.memory import GpuMemory
     from penstock_serve.engine.handoffs import RankHandoffs
     from penstock_serve.engine.model import Attention, LayerGates
-    from penstock_serve.engine.sharding import Share
     from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.steps import Step
 

@@ -6,7 +6,6 @@
 | `exchange`  | one request, streamed and measured; what can go wrong with it                |
 | `runner`    | all requests of a run: when each is sent, by how many clients                |
 | `report`    | the result as a value, and the rows in which runs are compared               |
-| `page`      | one run, or several side by side, as a page for a browser                    |
 
 Public: nothing. `penstock load` and `penstock load-compare` are the interface.
 """

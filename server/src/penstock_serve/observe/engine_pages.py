@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import PenstockError, shown
-from penstock_serve.observe.traffic import HANDED
+from penstock_serve.observe.live import HANDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

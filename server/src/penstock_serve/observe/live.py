@@ -1,4 +1,14 @@
-"""What instances and servers say about themselves at one moment.
+"""What instances and servers say about themselves: statistics, traffic, the live document.
+
+    record = traffic.begin("cmpl-1", prompt_tokens=900, now=now)
+    traffic.first_token(record, found={"device": 512}, is_warm=True, now=now)
+    traffic.token(generated=1, gap_s=0.012, now=now)
+    traffic.end(record, outcome="answered", generated=40, now=now)
+
+It costs a request a few microseconds, whether somebody looks or not, so that whoever opens the page
+sees what went before. Times are on the monotonic clock.
+
+The one rule: everything kept is bounded, whatever the load.
 
 | document                                 | who shows it                                          |
 |------------------------------------------|-------------------------------------------------------|
@@ -11,13 +21,289 @@ The cache's part, `CacheStatistics`, is defined in `machine/statistics.py`, wher
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import deque
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 # msgspec reads the annotations when documents arrive, so these imports must be real.
 from penstock import CacheStatistics, Health  # noqa: TC001
-from penstock_serve.observe.traffic import SliceReport, TrafficReport  # noqa: TC001
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+SLICE_S = 10.0
+SLICES_KEPT = 60
+"""Ten minutes."""
+SAMPLES_A_SLICE = 64
+"""The last ones; their median is the time of the slice."""
+SAMPLES_KEPT = 256
+RATE_S = 60.0
+"""What is said to happen in a second is the mean of this time."""
+ALIKE_MIN = 5
+"""Fewer prompts of one length say little about the others."""
+RECORDS_KEPT = 256
+RECORDS_SHOWN = 24
+PHASES = ("queued", "loading", "handed_over", "prefill", "decode")
+"""Where the time of a request goes; `usage`, the access log and the metrics have these names."""
+HANDED = "handed over"
+"""Where prompt tokens come from that another instance computed."""
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One prompt, from its arrival to the end of its answers."""
+
+    request: str
+    began: float
+    prompt_tokens: int | None
+    """`None` where that is not known."""
+    found: dict[str, int] = {}
+    """Prompt tokens that were not computed here, by where they came from."""
+    by: str = ""
+    """Who answers it."""
+    first_token_s: float | None = None
+    took_s: float | None = None
+    generated: int = 0
+    outcome: str = ""
+    """Empty while it is under way."""
+
+
+class SliceReport(msgspec.Struct, kw_only=True):
+    """What happened in ten seconds: answers that got their first token, and tokens of answers."""
+
+    at: float
+    requests: int = 0
+    prompt_tokens: int = 0
+    found: dict[str, int] = {}
+    warm_p50_s: float | None = None
+    """Until the first token, where a prompt was warm, and next where it was not."""
+    cold_p50_s: float | None = None
+    generated: int = 0
+    """Tokens of answers."""
+    between_p50_s: float | None = None
+    """From one token of an answer to the next."""
+
+
+class TimesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the last answers, at most ten minutes old."""
+
+    count: int
+    p50_s: float | None
+    p95_s: float | None
+
+
+NO_TIMES = TimesReport(count=0, p50_s=None, p95_s=None)
+
+
+class RatesReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened in a second of the last minute, on average."""
+
+    requests_per_s: float = 0.0
+    """Answers that got their first token."""
+    output_tokens_per_s: float | None = 0.0
+    """`None` where nobody has counted them."""
+
+
+class AlikeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Times to first token of prompts of about one length, warm and not."""
+
+    tokens_min: int
+    tokens_max: int
+    warm_count: int
+    warm_p50_s: float
+    cold_count: int
+    cold_p50_s: float
+
+
+class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The traffic at one moment."""
+
+    slice_s: float
+    slices: list[SliceReport]
+    """Oldest first; times without an answer have none."""
+    warm: TimesReport
+    cold: TimesReport
+    outcomes: dict[str, int]
+    """Requests since the start by how they ended."""
+    requests: list[RequestRecord]
+    """The last ones, newest first."""
+    between: TimesReport = NO_TIMES
+    """From one token of an answer to the next."""
+    rates: RatesReport = RatesReport()
+    alike: AlikeReport | None = None
+    """Of the length that most prompts of both kinds have: times of unlike prompts say nothing
+    about what a hit saves. `None` if there are too few."""
+
+
+class _Sample(NamedTuple):
+    """A time that was measured."""
+
+    at: float
+    seconds: float
+    prompt_tokens: int = 0
+    """0 where that is not known."""
+
+
+class _Slice:
+    """A slice that still grows."""
+
+    def __init__(self, at: float) -> None:
+        self.report = SliceReport(at=at, found={})
+        self._times: dict[bool, deque[float]] = {
+            True: deque(maxlen=SAMPLES_A_SLICE),
+            False: deque(maxlen=SAMPLES_A_SLICE),
+        }
+        self._gaps: deque[float] = deque(maxlen=SAMPLES_A_SLICE)
+
+    def add_tokens(self, generated: int, gap_s: float | None) -> None:
+        self.report.generated += generated
+        if gap_s is not None:
+            self._gaps.append(gap_s)
+
+    def add(self, record: RequestRecord, seconds: float, *, is_warm: bool) -> None:
+        report = self.report
+        report.requests += 1
+        report.prompt_tokens += record.prompt_tokens or 0
+        for source, tokens in record.found.items():
+            report.found[source] = report.found.get(source, 0) + tokens
+        self._times[is_warm].append(seconds)
+
+    def settle(self) -> None:
+        """Brings the medians up to date."""
+        self.report.warm_p50_s = quantile(sorted(self._times[True]), 0.5)
+        self.report.cold_p50_s = quantile(sorted(self._times[False]), 0.5)
+        self.report.between_p50_s = quantile(sorted(self._gaps), 0.5)
+
+
+class Traffic:
+    """The last requests, and sums of those of the last ten minutes."""
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self._slices: deque[SliceReport] = deque(maxlen=SLICES_KEPT)
+        """The last one is that of `_growing`."""
+        self._growing: _Slice | None = None
+        self._times: dict[bool, deque[_Sample]] = {
+            True: deque(maxlen=SAMPLES_KEPT),
+            False: deque(maxlen=SAMPLES_KEPT),
+        }
+        """When a first token came, and how long it took, of warm prompts and of the others."""
+        self._gaps: deque[_Sample] = deque(maxlen=SAMPLES_KEPT)
+        self._since: float | None = None
+        """When the first request came."""
+        self._outcomes: dict[str, int] = {}
+
+    def begin(self, request: str, *, prompt_tokens: int | None, now: float) -> RequestRecord:
+        """A prompt arrived."""
+        record = RequestRecord(request=request, began=now, prompt_tokens=prompt_tokens, found={})
+        self._records.append(record)
+        if self._since is None:
+            self._since = now
+        return record
+
+    def first_token(
+        self, record: RequestRecord, *, found: dict[str, int], is_warm: bool, now: float
+    ) -> None:
+        """The first text of an answer is there."""
+        record.found = found
+        record.first_token_s = seconds = now - record.began
+        self._slice_at(now).add(record, seconds, is_warm=is_warm)
+        self._times[is_warm].append(_Sample(now, seconds, record.prompt_tokens or 0))
+
+    def token(self, *, generated: int, gap_s: float | None, now: float) -> None:
+        """A piece of an answer is there."""
+        self._slice_at(now).add_tokens(generated, gap_s)
+        if gap_s is not None:
+            self._gaps.append(_Sample(now, gap_s))
+
+    def end(self, record: RequestRecord, *, outcome: str, generated: int, now: float) -> None:
+        """All answers to a prompt have ended."""
+        record.outcome = outcome
+        record.generated = generated
+        record.took_s = now - record.began
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+    def report(self, now: float) -> TrafficReport:
+        """What happened in the last ten minutes."""
+        if self._growing is not None:
+            self._growing.settle()
+        since = now - SLICE_S * SLICES_KEPT
+        newest = list(self._records)[-RECORDS_SHOWN:]
+        slices = [each for each in self._slices if each.at > since]
+        for kept in (*self._times.values(), self._gaps):
+            while kept and kept[0].at < since:
+                kept.popleft()
+        return TrafficReport(
+            slice_s=SLICE_S,
+            slices=slices,
+            warm=_times_of(self._times[True]),
+            cold=_times_of(self._times[False]),
+            outcomes=dict(self._outcomes),
+            requests=newest[::-1],
+            between=_times_of(self._gaps),
+            rates=rates_of(slices, since=now if self._since is None else self._since, now=now),
+            alike=_alike(self._times[True], self._times[False]),
+        )
+
+    def _slice_at(self, now: float) -> _Slice:
+        at = now - now % SLICE_S
+        growing = self._growing
+        if growing is None or growing.report.at < at:
+            if growing is not None:
+                growing.settle()
+            self._growing = growing = _Slice(at)
+            self._slices.append(growing.report)
+        return growing
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The sample below which a share of the ordered ones lie; `None` if there is none."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def rates_of(slices: Sequence[SliceReport], *, since: float, now: float) -> RatesReport:
+    """What happened in a second of the last minute, or since a time that is later."""
+    first = now - RATE_S
+    first = max(since, first - first % SLICE_S + SLICE_S)
+    lately = [each for each in slices if each.at + SLICE_S > first]
+    past = max(1.0, now - first)
+    return RatesReport(
+        requests_per_s=sum(each.requests for each in lately) / past,
+        output_tokens_per_s=sum(each.generated for each in lately) / past,
+    )
+
+
+def _times_of(samples: Sequence[_Sample]) -> TimesReport:
+    ordered = sorted(each.seconds for each in samples)
+    return TimesReport(
+        count=len(ordered), p50_s=quantile(ordered, 0.5), p95_s=quantile(ordered, 0.95)
+    )
+
+
+def _alike(warm: Sequence[_Sample], cold: Sequence[_Sample]) -> AlikeReport | None:
+    """The times of prompts whose lengths are less than a factor of two apart."""
+    lengths: dict[int, tuple[list[float], list[float]]] = {}
+    for kind, samples in enumerate((warm, cold)):
+        for each in samples:
+            if each.prompt_tokens:
+                found = lengths.setdefault(each.prompt_tokens.bit_length(), ([], []))
+                found[kind].append(each.seconds)
+    both = {length: min(map(len, times)) for length, times in lengths.items()}
+    best = max(both, key=lambda length: both[length], default=0)
+    if not best or both[best] < ALIKE_MIN:
+        return None
+    (warm_s, cold_s) = map(sorted, lengths[best])
+    return AlikeReport(
+        tokens_min=1 << (best - 1),
+        tokens_max=(1 << best) - 1,
+        warm_count=len(warm_s),
+        warm_p50_s=quantile(warm_s, 0.5) or 0.0,
+        cold_count=len(cold_s),
+        cold_p50_s=quantile(cold_s, 0.5) or 0.0,
+    )
 
 
 class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):

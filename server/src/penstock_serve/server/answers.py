@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock_serve.engine.messages import Scored
 from penstock_serve.engine.text import AnswerText
-from penstock_serve.observe.traffic import PHASES
+from penstock_serve.observe.live import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence

@@ -42,21 +42,20 @@ from penstock.errors import counted, shown
 from penstock_serve.engine.defaults import Defaults
 from penstock_serve.observe.live import InstanceStatistics, LiveHealth, ServerLive, health_of
 from penstock_serve.server import errors
-from penstock_serve.server.admin_requests import (
+from penstock_serve.server.control import (
+    Control,
     read_empty,
     read_pause,
     read_role,
     read_sleep,
     read_weights,
 )
-from penstock_serve.server.control import Control
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.guard import Guard
 from penstock_serve.server.http import GuardedApp, read_body
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.live_feed import LiveFeed
-from penstock_serve.server.request_gate import ServerState
-from penstock_serve.server.router import is_usable
+from penstock_serve.server.router import ServerState, is_usable
 from penstock_serve.server.text_endpoint import Admission, Encoder, TextEndpoint
 
 if TYPE_CHECKING:

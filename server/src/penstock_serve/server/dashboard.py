@@ -25,14 +25,17 @@ from starlette.routing import Route
 
 from penstock import StopSignal, __version__
 from penstock_serve.observe.engine_pages import EnginePage, PageError, TimeBuckets, read_page
-from penstock_serve.observe.live import MetricsLive, WatchedServer, WatchedTier, health_of
-from penstock_serve.observe.traffic import (
+from penstock_serve.observe.live import (
     SLICE_S,
     SLICES_KEPT,
+    MetricsLive,
     RatesReport,
     SliceReport,
     TimesReport,
     TrafficReport,
+    WatchedServer,
+    WatchedTier,
+    health_of,
     rates_of,
 )
 from penstock_serve.server import errors

@@ -26,6 +26,7 @@ from penstock import DType, MachineKeys
 from penstock.config import Config, EngineTable, ServeTable, parse_config, require_address
 from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.toolkit import SECRET_BYTES_MIN, is_local, is_loopback, read_private
+from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.defaults import (
     config_of,
@@ -34,7 +35,6 @@ from penstock_serve.engine.defaults import (
     with_disk_tier,
     with_host_tier,
 )
-from penstock_serve.engine.sharding import share_of
 from penstock_serve.engine.spec import InstanceRole, InstanceSpec
 from penstock_serve.server.guard import require_usable_options
 

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.errors import counted, shown
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.text import TextTooLong
-from penstock_serve.observe.traffic import HANDED
+from penstock_serve.observe.live import HANDED
 from penstock_serve.server import errors
 from penstock_serve.server.access_log import name_request, note_failure, note_tokens
 from penstock_serve.server.answers import (
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from penstock_serve.engine.defaults import Defaults
     from penstock_serve.engine.text import Text
+    from penstock_serve.observe.live import RequestRecord
     from penstock_serve.observe.metrics import ServerMetrics
-    from penstock_serve.observe.traffic import RequestRecord
     from penstock_serve.server.router import Router
 
 

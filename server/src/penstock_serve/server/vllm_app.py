@@ -30,9 +30,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock import StopSignal, __version__
-from penstock_serve.observe.live import RoutedServer, RouterLive, health_of
+from penstock_serve.observe.live import HANDED, RoutedServer, RouterLive, health_of
 from penstock_serve.observe.metrics import RouterMetrics, ServerNumbers
-from penstock_serve.observe.traffic import HANDED
 from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog, name_request, note_failure, note_tokens
 from penstock_serve.server.dashboard import MetricsWatch
@@ -40,12 +39,12 @@ from penstock_serve.server.guard import Guard
 from penstock_serve.server.http import (
     GuardedApp,
     HttpServer,
+    raise_descriptor_limit,
     read_body,
     serve_until_stopped,
     while_connected,
 )
 from penstock_serve.server.live_feed import LiveFeed
-from penstock_serve.server.server_socket import raise_descriptor_limit
 from penstock_serve.server.vllm_requests import AnswerHead, PromptRequest, relayed
 from penstock_serve.server.vllm_router import EVENT_END, NoServer, VllmRouter
 from penstock_serve.server.vllm_server import VllmFailure
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock_serve.observe.traffic import RequestRecord
+    from penstock_serve.observe.live import RequestRecord
     from penstock_serve.server.vllm_router import BegunAnswer
     from penstock_serve.server.vllm_server import ServerUrl, WholeAnswer
 

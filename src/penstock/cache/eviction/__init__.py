@@ -17,8 +17,7 @@ from penstock.cache.eviction.base import (
     Standing,
 )
 from penstock.cache.eviction.learned import LearnedPolicy
-from penstock.cache.eviction.lru import LruPolicy
-from penstock.cache.eviction.s3fifo import S3FifoPolicy
+from penstock.cache.eviction.queues import LruPolicy, S3FifoPolicy
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_POLICIES
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 Standing = Callable[[int], "int | None"]
 """The priority of a node that may leave the tier now; `None` if it may not."""

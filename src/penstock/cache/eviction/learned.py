@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.cache.eviction.base import Judge, Standing
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 _STALE_MIN = 64
 """A queue with fewer entries than this is not cleaned up."""

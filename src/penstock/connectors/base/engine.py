@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
-from penstock.vocabulary.layers import GroupKind, HeadRange
-from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import GroupKind, HeadRange, Layout
 from penstock.vocabulary.planes import Axis, Dim, PlaneRole
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
-    from penstock.vocabulary.layers import Group
+    from penstock.vocabulary.layout import Group
     from penstock.vocabulary.planes import Plane
 
 HEADS = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)

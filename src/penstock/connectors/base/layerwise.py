@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.connectors.base.keys import EngineRequest
-    from penstock.connectors.base.pins import Pins
+    from penstock.connectors.base.requests import Pins
     from penstock.connectors.base.scheduler import RequestLoad, StepPlan
     from penstock.movers.base import Moved
+    from penstock.runtime.messages import RankFacts
     from penstock.runtime.rank import Rank
-    from penstock.runtime.rank_facts import RankFacts
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
     Withhold = Callable[[str, Sequence[int], int], None]
 

@@ -8,9 +8,9 @@
     finish_request, reset
 
 A lookup never blocks; it looks again only at what has changed since the last lookup for the
-request. A request is deferred only while blocks of it come up from a disk (`store_prefetch`).
+request. A request is deferred only while blocks of it come up from a disk (`requests`).
 Requests that share a prefix load it separately: none waits for the load of another. A request
-gets one load: if it fails, or the engine cannot start it (`unstarted_loads`), it is computed.
+gets one load: if it fails, or the engine cannot start it (`requests`), it is computed.
 
 The one rule: a block is saved in the step that computes it or a later one, while its request or a
 pin keeps the engine from reusing it. In KV groups whose blocks stay with a running request, the
@@ -31,12 +31,10 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Outcome, Purpose
 from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
 from penstock.connectors.base.layerwise import LayerwiseScheduler
+from penstock.connectors.base.requests import StorePrefetch, TrackedRequest, UnstartedLoads
 from penstock.connectors.base.statistics import TransferCounts
-from penstock.connectors.base.store_prefetch import StorePrefetch
-from penstock.connectors.base.tracked_request import TrackedRequest
-from penstock.connectors.base.unstarted_loads import UnstartedLoads
 from penstock.machine.effects import Ended
-from penstock.replay.recording import recorder_of
+from penstock.replay.trace import recorder_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -44,13 +42,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.config import Config
-    from penstock.connectors.base.events import EventAnnouncer
-    from penstock.connectors.base.keys import EngineRequest
-    from penstock.connectors.base.pins import Pins
+    from penstock.connectors.base.keys import EngineRequest, EventAnnouncer
+    from penstock.connectors.base.requests import Pins
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.keys import Key, OperationId
 
     Tables = Sequence[Sequence[int]]
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Ended
     from penstock.machine.statistics import HubCounts
-    from penstock.runtime.rank_facts import RankFacts
+    from penstock.runtime.messages import RankFacts
     from penstock.runtime.stored_tiers import StoreStatus
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import Key
 
 log = logging.getLogger("penstock.connectors")
 

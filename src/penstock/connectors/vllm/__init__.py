@@ -11,7 +11,6 @@
 | `translation` | vLLM's configuration, hashes, events and metrics              | tested version   |
 | `versions`    | which vLLM is installed, which class it gets, and its log     | its version      |
 | `untested`    | the class for other versions of vLLM: does nothing            | any version      |
-| `settings`    | the keys of `kv_connector_extra_config`                       | no               |
 
 Everything else a connector needs is in `penstock.connectors.base`, which knows no vLLM, and prompts
 that are handed over in `penstock.connectors.handoff`. The one rule: if anything fails here, vLLM
@@ -29,7 +28,7 @@ __all__ = ["PenstockConnector"]
 
 
 def __getattr__(name: str) -> object:
-    # Imported on first use: `settings` must be importable where vLLM is not installed.
+    # Imported on first use: `versions` must be importable where vLLM is not installed.
     if name in __all__:
         from penstock.connectors.vllm.versions import connector_class  # noqa: PLC0415
 

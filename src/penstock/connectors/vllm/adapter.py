@@ -48,24 +48,34 @@ from penstock.connectors.base.engine import (
     layer_numbers,
     tier_of,
 )
-from penstock.connectors.base.events import EventAnnouncer
+from penstock.connectors.base.keys import EventAnnouncer
 from penstock.connectors.base.layerwise import HeldRequests, LayerwiseScheduler, joined_blocks
-from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
-from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
 from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
-from penstock.connectors.base.worker import ReceivedLoads, WorkerConnector, copied_blocks
+from penstock.connectors.base.worker import (
+    ArenaServer,
+    ReceivedLoads,
+    WorkerConnector,
+    copied_blocks,
+    fetch_arenas,
+)
 from penstock.connectors.handoff.rank import RankSides
-from penstock.connectors.handoff.requests import HandoffRequests, HandoffStep
+from penstock.connectors.handoff.requests import HandoffRequests, HandoffStep, HandoffThread
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
-from penstock.connectors.handoff.thread import HandoffThread
 from penstock.connectors.vllm import translation
-from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
-from penstock.connectors.vllm.versions import found_version, log, log_into_vllm, log_off
+from penstock.connectors.vllm.versions import (
+    WHERE,
+    found_version,
+    log,
+    log_into_vllm,
+    log_off,
+    read_settings,
+)
 from penstock.errors import ConfigError, UnavailableError
+from penstock.runtime.messages import RankFacts
 from penstock.runtime.open import WRITER, open_offload, open_rank
-from penstock.runtime.rank_facts import RankFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
-from penstock.connectors.base.events import AnnouncedBlock, RemovedEvent, StoredEvent
+from penstock.connectors.base.keys import AnnouncedBlock, RemovedEvent, StoredEvent
 from penstock.connectors.base.statistics import (
     BUCKETS_S,
     COUNTERS,
@@ -50,9 +50,9 @@ from penstock.connectors.base.statistics import (
     combined,
     reduced,
 )
-from penstock.connectors.vllm.settings import METRICS_PREFIX
+from penstock.connectors.vllm.versions import METRICS_PREFIX
 from penstock.errors import UnavailableError
-from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.layout import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

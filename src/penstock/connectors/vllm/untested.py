@@ -22,8 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from penstock.connectors.vllm.settings import WHERE, asks_any_version
-from penstock.connectors.vllm.versions import connector_itself, log_off, which
+from penstock.connectors.vllm.versions import (
+    WHERE,
+    asks_any_version,
+    connector_itself,
+    log_off,
+    which,
+)
 
 # Old versions do not ask connectors whether they support several KV groups.
 KnowsGroups: Any = getattr(base, "SupportsHMA", object)

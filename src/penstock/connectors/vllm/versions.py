@@ -1,4 +1,20 @@
-"""Which vLLM is installed, which connector it gets, and its log.
+"""Which vLLM is installed, which connector it gets, its log, and the connector's settings.
+
+| key           | means                                                                   |
+|---------------|-------------------------------------------------------------------------|
+| `config`      | the path of a Penstock configuration file, or its content               |
+| `allow_fail`  | true: `kv_load_failure_policy` is meant to be "fail"                     |
+| `any_version` | true: run with a version of vLLM that this connector was not tested with |
+| `layerwise`   | true: steps compute on loads while they arrive, where vLLM allows it     |
+| `handoff`     | true: with `kv_both`, prompts are handed over in both directions         |
+
+| `kv_role`     | below the device     | prompts                                           |
+|---------------|----------------------|---------------------------------------------------|
+| `kv_both`     | saves and loads      | stay, unless `handoff` is true                    |
+| `kv_producer` | saves and loads      | are computed for other engines as well            |
+| `kv_consumer` | saves and loads      | are taken from other engines as well              |
+
+The one rule: a key that is not known here is refused, never ignored.
 
 | vLLM                           | gets                                              |
 |--------------------------------|---------------------------------------------------|
@@ -15,10 +31,111 @@ configures only its own loggers, so `log_into_vllm` forwards Penstock's lines th
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.errors import UnavailableError
+from penstock.config import HandoffTable, load_config, parse_config
+from penstock.errors import ConfigError, UnavailableError
+from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.config import Config
+
+
+WHERE = "kv_connector_extra_config"
+METRICS_PREFIX = "vllm:penstock_"
+"""Comes before every name in `penstock.connectors.base.statistics` on vLLM's metrics page."""
+KNOWN = ("config", "allow_fail", "any_version", "layerwise", "handoff")
+ROLE = "kv_both"
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+ROLES = (ROLE, PRODUCER, CONSUMER)
+RECOMPUTE = "recompute"
+FAIL = "fail"
+"""vLLM's policies for what could not be loaded; `FAIL` is its default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """The settings of the connector."""
+
+    config: Config
+    handoff: HandoffSettings
+    """Times and bounds of handoffs."""
+    layerwise: bool = False
+    prefills: bool = False
+    """Whether it computes prompts for other engines."""
+    decodes: bool = False
+    """Whether it takes prompts that other engines compute."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it takes part in handoffs."""
+        return self.prefills or self.decodes
+
+
+def read_settings(
+    extra: Mapping[str, object], *, failure_policy: str, role: str | None = ROLE
+) -> ConnectorSettings:
+    """The settings that vLLM was given for this connector.
+
+    Raises `ConfigError`: a key is unknown or missing, the configuration or the role is wrong, or a
+    failed load would fail its request without `allow_fail`.
+    """
+    if role not in ROLES:
+        raise ConfigError("kv_role", f"is {role!r}, must be one of {', '.join(ROLES)}")
+    for key in extra:
+        if key not in KNOWN:
+            raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
+    if failure_policy != RECOMPUTE and not _flag(extra, "allow_fail"):
+        raise ConfigError(
+            "kv_load_failure_policy",
+            f"is {failure_policy!r}, with which a block that fails its checksum fails its "
+            f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
+        )
+    asks_any_version(extra)
+    both = _flag(extra, "handoff") and role == ROLE
+    config = _config(extra)
+    return ConnectorSettings(
+        config=config,
+        layerwise=_flag(extra, "layerwise"),
+        prefills=both or role == PRODUCER,
+        decodes=both or role == CONSUMER,
+        handoff=HandoffSettings.of_table(
+            config.handoff or HandoffTable(), berth_count=HandoffBounds().berth_count
+        ),
+    )
+
+
+def asks_any_version(extra: Mapping[str, object]) -> bool:
+    """Whether the connector is to run in a vLLM that it was not tested with.
+
+    Raises `ConfigError`: it is neither true nor false.
+    """
+    return _flag(extra, "any_version")
+
+
+def _config(extra: Mapping[str, object]) -> Config:
+    given = extra.get("config")
+    if not isinstance(given, str) or not given.strip():
+        raise ConfigError(
+            f"{WHERE}.config",
+            f"is {given!r}, must be the path of a Penstock configuration file, or its content",
+        )
+    # A configuration has a version and tiers, so at least two lines; a path may have a "=" in it.
+    if "\n" in given:
+        return parse_config(given, source=f"{WHERE}.config")
+    return load_config(given)
+
+
+def _flag(extra: Mapping[str, object], name: str) -> bool:
+    given = extra.get(name, False)
+    if not isinstance(given, bool):
+        raise ConfigError(f"{WHERE}.{name}", f"is {given!r}, must be true or false")
+    return given
+
 
 # vLLM has no types that mypy could see from here.
 # ruff: noqa: ANN401

@@ -3,17 +3,14 @@
 | module                                      | holds                                           |
 |---------------------------------------------|-------------------------------------------------|
 | `directory`                                 | the parties: names, addresses, forms; the plan  |
-| `envelope`                                  | messages with attachments; checks of arguments  |
 | `lines`                                     | connections: ZeroMQ, and within one process     |
 | `party_driver`                              | what all four drivers share: `step`, `wait`     |
 | `schedulers`, `prefill_rank`, `decode_rank` | the four drivers                                |
 | `parts`                                     | which bytes a part has; `PartReader/-Taker`     |
-| `array_parts`, `device_parts`               | packing and taking parts, by medium             |
-| `window_scatter`                            | blocks of another size into tensors             |
-| `progress`                                  | what a device has computed, by events           |
+| `parts`, `device_parts`                     | packing and taking parts, by medium             |
 
 The one rule: a step does bounded work and never waits; `wait` is one poll with a deadline.
 
 Engines use `penstock.handoff`. Public, for those who join the parts themselves: `directory`,
-`schedulers`, `prefill_rank`, `decode_rank`, `lines`, `array_parts`.
+`schedulers`, `prefill_rank`, `decode_rank`, `lines`, `parts`.
 """

@@ -13,8 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError, PeerError, UnavailableError
-from penstock.handoff.driver.envelope import Content, decode_content, unseal
-from penstock.handoff.driver.party_driver import PartyDriver
+from penstock.handoff.driver.party_driver import Content, PartyDriver, decode_content, unseal
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take

@@ -9,9 +9,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from penstock.handoff.driver.envelope import (
+from penstock.handoff.driver.party_driver import (
     CONTENT_BYTES_MAX,
     Content,
+    PartyDriver,
     block_keys,
     encode_content,
     handoff_name,
@@ -19,7 +20,6 @@ from penstock.handoff.driver.envelope import (
     slot_numbers,
     whole_number,
 )
-from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import PART_BYTES_MIN

@@ -17,9 +17,9 @@
 |--------------------------------------------|---------------------------------------------------|
 | `identity`, `messages`, `effects`, `grid`  | values: who, what is sent, what is done, parts    |
 | `states`, `settings`                       | states with their tables; times and bounds        |
-| `party`, `liveness`                        | what the machines share: peers, timers, silence   |
-| `prefill_scheduler`, `prefill_rank`        | the machines of the prefill engine, with `wants`  |
-| `decode_scheduler`, `decode_rank`          | those of the decode engine, with `collection`     |
+| `party`                                    | what the machines share: peers, timers, silence   |
+| `prefill_scheduler`, `prefill_rank`        | the machines of the prefill engine                |
+| `decode_scheduler`, `decode_rank`          | those of the decode engine                     |
 
 Public, for those who drive the machines themselves: `prefill_scheduler.PrefillScheduler`,
 `prefill_rank.PrefillRank`, `decode_scheduler.DecodeScheduler`, `decode_rank.DecodeRank`, and what

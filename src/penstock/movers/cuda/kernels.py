@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The columns of a chunk's row in the table; see `penstock.movers.cuda.chunks`.
+# The columns of a chunk's row in the table; see `penstock.movers.cuda.tables`.
 ADDRESS = tl.constexpr(0)
 BLOCK_STRIDE = tl.constexpr(1)
 START = tl.constexpr(2)

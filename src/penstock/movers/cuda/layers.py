@@ -30,20 +30,20 @@ import torch
 from penstock.cache.operations import BlockFault
 from penstock.cache.rates import joins_step
 from penstock.movers.cuda import kernels
-from penstock.movers.cuda.calls import choose_calls
-from penstock.movers.cuda.chunks import chunk_tables, layer_spans
-from penstock.movers.cuda.packer import SOME_ADDRESS, TABLE_WIDTH, compile_kernel
-from penstock.movers.cuda.pinned import PinnedMemory
-from penstock.movers.cuda.queue import QueuedMover
-from penstock.movers.cuda.staging import (
+from penstock.movers.cuda.buffers import (
     BLOCKS_MAX,
     VERDICT_BYTES,
     Manifest,
+    PinnedMemory,
     Sizes,
     aligned,
     take_device_memory,
 )
+from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.packer import SOME_ADDRESS, TABLE_WIDTH, compile_kernel
+from penstock.movers.cuda.queue import QueuedMover
 from penstock.movers.cuda.streams import Stream, StreamEvent, TimedEvent, elapsed_s
+from penstock.movers.cuda.tables import chunk_tables, layer_spans
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
+    from penstock.movers.cuda.buffers import PinnedArea
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.packer import PackingKernel
-    from penstock.movers.cuda.pinned import PinnedArea
     from penstock.movers.cuda.queue import CopyBatch, DeviceSlots, Job
     from penstock.movers.cuda.streams import Steps
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.keys import OperationId
 
 PROGRAMS = 64
 """Thread blocks of a layer's kernel: of 128 threads, each with 4 KiB on its way."""

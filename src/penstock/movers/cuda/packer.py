@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from penstock.movers.cuda import kernels
-from penstock.movers.cuda.chunks import chunk_tables
+from penstock.movers.cuda.tables import chunk_tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.movers.cuda.buffers import Manifest, StagingBuffer, StagingRing
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.staging import Manifest, StagingBuffer, StagingRing
     from penstock.movers.cuda.streams import Stream
     from penstock.vocabulary.layout import Layout
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from penstock.cache.operations import BlockFault
     from penstock.machine.effects import Copy
+    from penstock.movers.cuda.buffers import Manifest
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.runs import Road
-    from penstock.movers.cuda.staging import Manifest
     from penstock.movers.cuda.streams import StreamEvent
-    from penstock.vocabulary.ids import OperationId
+    from penstock.movers.cuda.tables import Road
+    from penstock.vocabulary.keys import OperationId
     from penstock.vocabulary.layout import Layout
 
 REST_S = 0.003

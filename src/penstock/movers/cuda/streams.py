@@ -33,7 +33,7 @@ from cuda.bindings import runtime
 
 from penstock.cache.nodes import NOWHERE
 from penstock.errors import UnavailableError
-from penstock.movers.cuda.library import DRIVER
+from penstock.movers.cuda.calls import DRIVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,396 @@
+"""Reads and writes of runs of neighbouring slots, straight out of mapped arenas and into them.
+
+A run is one system call: block, trailer, block, trailer, … with the blocks where they lie in the
+arena and the trailers in scratch memory of the thread. Blocks of less than a page, whose arena
+slots are not aligned to pages, and encrypted ones go through the scratch memory whole.
+
+The one rule: a block that `read_run` does not name as bad has the bytes that were saved under its
+key, and its sums stand in the arena.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from penstock.cache.operations import BlockFault
+from penstock.movers.packing import load_parts_library
+from penstock.store.disk.format import (
+    ASSOCIATED_BYTES,
+    FILE_MODE,
+    PAGE_BYTES,
+    TRAILER_HEAD,
+    TRAILER_HEAD_BYTES,
+)
+from penstock.vocabulary.checksums import SUM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.movers.packing import PackedSums, PartsLibrary
+    from penstock.store.base import MappedArena, Space
+    from penstock.store.disk.format import DiskCipher, Geometry
+    from penstock.store.disk.index import DiskSegment
+    from penstock.vocabulary.keys import Key
+
+RUN_BYTES_MIN, RUN_BYTES_MAX = 1 << 20, 8 << 20
+"""Of one operation, as far as a job allows: from 1 MiB on a drive is at its rate, and longer ones
+keep others waiting."""
+RUN_SLOTS_MAX = 512
+"""Two buffers a slot; Linux takes 1024 in one call."""
+PROBE_NAME = "probe"
+NONCE_BYTES = TRAILER_HEAD["nonce"].itemsize
+KEY_FIELD_BYTES = TRAILER_HEAD["key"].itemsize
+
+
+def open_within(name: str, flags: int, mode: int, folder: int) -> int:
+    """Opens a file of a folder, given by its descriptor.
+
+    No link is followed, and a pipe that somebody put there does not block.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(name, flags, mode, dir_fd=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCalls:
+    """What a disk tier asks of the kernel. A test may answer in its place."""
+
+    open: Callable[[str, int, int, int], int] = open_within
+    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
+    fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+    sync: Callable[[int], None] = os.fdatasync
+    statvfs: Callable[[int], os.statvfs_result] = os.fstatvfs
+    clock: Callable[[], float] = time.monotonic
+
+
+class AlignedMemory:
+    """Aligned memory of one thread."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def room(self, size: int) -> NDArray[np.uint8]:
+        if len(self._memory) < size:
+            self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+        return self._memory[:size]
+
+
+class Run(NamedTuple):
+    """Neighbouring slots of a segment, and the arena slots they come from or go to."""
+
+    segment: DiskSegment
+    """To open it. What is in it now is in the fields after it."""
+    flags: int
+    """With which the file is opened, besides the access."""
+    geometry: Geometry
+    life: int
+    first: int
+    arena: MappedArena
+    space: Space
+    keys: Sequence[Key]
+    slots: NDArray[np.int32]
+    """Of the arena."""
+    salt: int
+    cipher: DiskCipher | None
+
+
+def probe_direct(folder: int, calls: DiskCalls) -> bool:
+    """Whether the file system of a folder takes direct I/O.
+
+    Raises `OSError`: nothing can be written there at all.
+    """
+    memory = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    with suppress(FileNotFoundError):
+        os.unlink(PROBE_NAME, dir_fd=folder)  # Of a process that was killed.
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
+        fd = calls.open(PROBE_NAME, flags, FILE_MODE, folder)
+        try:
+            calls.pwritev(fd, [memory], 0)
+            calls.preadv(fd, [memory], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        return False
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(PROBE_NAME, dir_fd=folder)
+    return True
+
+
+def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.uint64]:
+    """Writes blocks and trailers; returns the sums of the trailers, which go into the rows.
+
+    Raises `OSError`: not all of it was written.
+    """
+    geometry, count = run.geometry, len(run.keys)
+    in_place = run.cipher is None and _is_page_sized(run)
+    step = geometry.trailer_bytes if in_place else geometry.slot_bytes
+    room = scratch.room(count * step).reshape(count, step)
+    room[:, -geometry.trailer_bytes :] = 0
+    heads = _trailer_heads(run)
+    if not in_place:
+        _fill_blocks(run, room, heads)
+    trailer_sums = _fill_trailers(run, room[:, -geometry.trailer_bytes :], heads)
+    if in_place:
+        blocks = _arena_blocks(run)
+        buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
+    else:
+        buffers = [room.reshape(-1).data]
+    fd = run.segment.open(os.O_WRONLY | run.flags, calls)
+    try:
+        write_all(fd, buffers, geometry.offset(run.first), calls)
+    finally:
+        os.close(fd)
+    return trailer_sums
+
+
+def read_run(
+    run: Run, sums: PackedSums, calls: DiskCalls, scratch: AlignedMemory
+) -> dict[int, BlockFault]:
+    """Reads blocks into their arena slots, verifies them and writes their sums there.
+
+    Returns:
+        What is wrong with which block of the run, by position.
+    Raises `OSError`: it could not be read.
+    """
+    geometry, count = run.geometry, len(run.keys)
+    in_place = run.cipher is None and _is_page_sized(run)
+    step = geometry.trailer_bytes if in_place else geometry.slot_bytes
+    room = scratch.room(count * step).reshape(count, step)
+    if in_place:
+        blocks = _arena_blocks(run)
+        buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
+    else:
+        buffers = [room.reshape(-1).data]
+    fd = run.segment.open(os.O_RDONLY | run.flags, calls)
+    try:
+        got = read_all(fd, buffers, geometry.offset(run.first), calls)
+    finally:
+        os.close(fd)
+    room[got // geometry.slot_bytes :] = 0  # A file that ends early has no trailers from there on.
+    trailers = room[:, -geometry.trailer_bytes :]
+    bad, stored, salts = _check_trailers(run, trailers)
+    if not in_place:
+        _take_blocks(run, room, bad)
+    good = [position for position in range(count) if position not in bad]
+    # Blocks of one life have one salt; most runs are of one life.
+    for salt in {salts[position] for position in good}:
+        same = [position for position in good if salts[position] == salt]
+        _check_sums(run, sums, same, salt, stored, bad)
+    return bad
+
+
+def write_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) -> None:
+    """Writes all of the buffers.
+
+    Raises `OSError`: the kernel did not.
+    """
+    left = sum(each.nbytes for each in buffers)
+    while left:
+        done = calls.pwritev(fd, buffers, offset)
+        if done <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        left, offset = left - done, offset + done
+        buffers = _after(buffers, done) if left else []
+
+
+def read_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) -> int:
+    """Fills the buffers as far as the file goes; returns how many bytes it had.
+
+    Raises `OSError`: the kernel could not.
+    """
+    left, got = sum(each.nbytes for each in buffers), 0
+    while left:
+        done = calls.preadv(fd, buffers, offset + got)
+        if done <= 0:
+            break
+        left, got = left - done, got + done
+        buffers = _after(buffers, done) if left else []
+    return got
+
+
+def expect_read(segment: DiskSegment, offset: int, length: int, calls: DiskCalls) -> None:
+    """Has the kernel read what is asked for soon, so that the disk does not wait meanwhile."""
+    with suppress(OSError):  # The read itself will tell.
+        fd = segment.open(os.O_RDONLY, calls)
+        try:
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of buffers after so many bytes."""
+    for number, each in enumerate(buffers):
+        if done < each.nbytes:
+            return [each[done:], *buffers[number + 1 :]]
+        done -= each.nbytes
+    return []
+
+
+def _is_page_sized(run: Run) -> bool:
+    """Whether arena slots are what lies on the disk, padding included."""
+    return run.arena.host.slot_bytes == run.geometry.trailer_offset
+
+
+def _arena_blocks(run: Run) -> list[NDArray[np.uint8]]:
+    host = run.arena.host
+    memory, size = host.arena.bytes, host.slot_bytes
+    starts = (host.blocks_offset + run.slots.astype(np.int64) * size).tolist()
+    return [memory[start : start + size] for start in starts]
+
+
+def _fill_blocks(run: Run, room: NDArray[np.uint8], heads: NDArray[np.void]) -> None:
+    """Copies blocks into whole slots, encrypted if need be."""
+    size = run.geometry.block_bytes
+    room[:, size : run.geometry.trailer_offset] = 0
+    for position, block in enumerate(_arena_blocks(run)):
+        if run.cipher is None:
+            room[position, :size] = block[:size]
+            continue
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        bound_to = heads[position].tobytes()[:ASSOCIATED_BYTES]
+        tag = run.cipher.seal(nonce, block[:size].data, bound_to, room[position, :size].data)
+        heads["nonce"][position], heads["tag"][position] = nonce, tag
+
+
+def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) -> None:
+    """Copies blocks out of whole slots, decrypted if need be."""
+    size = run.geometry.block_bytes
+    heads = room[:, run.geometry.trailer_offset :][:, :TRAILER_HEAD_BYTES]
+    for position, block in enumerate(_arena_blocks(run)):
+        if position in bad:
+            continue
+        if run.cipher is None:
+            block[:size] = room[position, :size]
+            continue
+        raw = np.ascontiguousarray(heads[position])
+        head = raw.view(TRAILER_HEAD)[0]
+        is_right = run.cipher.open(
+            head["nonce"].tobytes(),
+            room[position, :size].data,
+            head["tag"].tobytes(),
+            raw[:ASSOCIATED_BYTES].tobytes(),
+            block[:size].data,
+        )
+        if not is_right:
+            bad[position] = BlockFault.CORRUPT
+
+
+def _trailer_heads(run: Run) -> NDArray[np.void]:
+    """All but what depends on the bytes."""
+    count = len(run.keys)
+    heads = np.zeros(count, dtype=TRAILER_HEAD)
+    heads["life"], heads["salt"] = run.life, run.salt
+    heads["key"] = key_fields(run.keys)
+    heads["space"], heads["generation"] = np.void(run.space.name), run.space.generation
+    heads["slot"] = np.arange(run.first, run.first + count, dtype=np.uint32)
+    heads["cell_count"] = run.geometry.cell_count
+    return heads
+
+
+def _fill_trailers(
+    run: Run, trailers: NDArray[np.uint8], heads: NDArray[np.void]
+) -> NDArray[np.uint64]:
+    count = len(run.keys)
+    end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
+    sums = run.arena.host.sums(run.slots).astype("<u8", copy=False)
+    trailers[:, TRAILER_HEAD_BYTES:end] = sums.view(np.uint8).reshape(count, -1)
+    trailers[:, :TRAILER_HEAD_BYTES] = heads.view(np.uint8).reshape(count, -1)
+    totals = trailer_sums(trailers, run.geometry.cell_count)
+    trailers[:, TRAILER_HEAD_BYTES - SUM_BYTES : TRAILER_HEAD_BYTES] = (
+        totals.astype("<u8", copy=False).view(np.uint8).reshape(count, -1)
+    )
+    return totals
+
+
+def trailer_sums(
+    trailers: NDArray[np.uint8],
+    cell_count: int,
+    *,
+    library: Callable[[], PartsLibrary | None] = load_parts_library,
+) -> NDArray[np.uint64]:
+    """What the sum of each trailer must be; of shape [trailers, bytes], padded or not."""
+    loaded = library()
+    if loaded is None or trailers.strides[1] != 1:
+        end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
+        head_bytes = TRAILER_HEAD_BYTES - SUM_BYTES
+        joined = (
+            each[:head_bytes].tobytes() + each[TRAILER_HEAD_BYTES:end].tobytes()
+            for each in trailers
+        )
+        return np.array([xxh3_64_intdigest(each) for each in joined], dtype=np.uint64)
+    sums = np.empty(len(trailers), dtype=np.uint64)
+    scratch = np.empty(TRAILER_HEAD_BYTES + cell_count * SUM_BYTES, dtype=np.uint8)
+    loaded.trailer_sums(
+        *(trailers.ctypes.data, trailers.strides[0], len(trailers), cell_count),
+        *(scratch.ctypes.data, sums.ctypes.data),
+    )
+    return sums
+
+
+def _check_trailers(
+    run: Run, trailers: NDArray[np.uint8]
+) -> tuple[dict[int, BlockFault], NDArray[np.uint64], list[int]]:
+    """Which trailers are bad, the stored cell sums and their salts."""
+    count = len(run.keys)
+    end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
+    raw = np.ascontiguousarray(trailers[:, :end])
+    heads = np.ascontiguousarray(raw[:, :TRAILER_HEAD_BYTES]).view(TRAILER_HEAD)[:, 0]
+    wanted = _trailer_heads(run)
+    names_it = (heads["key"] == wanted["key"]) & (heads["space"] == wanted["space"])
+    here = np.ones(count, dtype=np.bool_)
+    for field in ("life", "generation", "cell_count", "slot"):
+        here &= heads[field] == wanted[field]
+    here &= heads["sum"] == trailer_sums(raw, run.geometry.cell_count)
+    # Whole, and another block's: two keys have one digest, and the index has the other's.
+    bad = dict.fromkeys(np.flatnonzero(~names_it).tolist(), BlockFault.MISSING)
+    bad |= dict.fromkeys(np.flatnonzero(~here).tolist(), BlockFault.CORRUPT)
+    stored = np.ascontiguousarray(raw[:, TRAILER_HEAD_BYTES:]).view("<u8")
+    return bad, stored.astype(np.uint64, copy=False), heads["salt"].tolist()
+
+
+def _check_sums(
+    run: Run,
+    sums: PackedSums,
+    positions: list[int],
+    salt: int,
+    stored: NDArray[np.uint64],
+    bad: dict[int, BlockFault],
+) -> None:
+    """Verifies blocks in the arena, and keeps the sums of those that are good under `run.salt`."""
+    host = run.arena.host
+    slots = run.slots[positions]
+    found = sums.sum_pairs(
+        host.arena.bytes,
+        host.blocks_offset + slots.astype(np.int64) * host.slot_bytes,
+        [run.keys[position] for position in positions],
+        (salt, run.salt),
+    )
+    right = (found[0] == stored[positions]).all(axis=1)
+    host.keep_sums(slots[right], found[1][right])
+    for position, is_right in zip(positions, right.tolist(), strict=True):
+        if not is_right:
+            bad[position] = BlockFault.CORRUPT
+
+
+def key_fields(keys: Sequence[Key | None]) -> NDArray[np.void]:
+    """Keys as they stand in rows and trailers; zeros for none."""
+    joined = b"".join((key or b"").ljust(KEY_FIELD_BYTES, b"\0") for key in keys)
+    return np.frombuffer(joined, dtype=f"V{KEY_FIELD_BYTES}")
