@@ -22,8 +22,8 @@ OFFLOAD = penstock.parse_config(
     'tiers = [{ name = "host", kind = "memory", blocks = 16 }]\n'
 )
 NOTHING = {"layout": None, "keeper": None}
-HERE = {**NOTHING, "ranks": None, "channels": None, "wait_for_tiers_s": 0.0}
-ELSEWHERE = {**NOTHING, "kv": None, "channels": None, "wait_for_tiers_s": 0.0}
+HERE = {**NOTHING, "ranks": None, "wait_for_tiers_s": 0.0}
+ELSEWHERE = {**NOTHING, "kv": None, "wait_for_tiers_s": 0.0}
 
 
 def facts(config: penstock.Config) -> list[penstock.RankFacts]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock_serve.server import http
-from penstock_serve.server.http import HttpServer, listen
+from penstock_serve.server.http import HttpServer
+from penstock_serve.server.server_socket import listen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

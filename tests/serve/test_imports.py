@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 
-SERVER_COMMANDS = ("serve", "router", "status", "cache", "top", "dashboard")
+SERVER_COMMANDS = ("serve", "router", "status", "top")
 COMPUTE_NOTHING = (
-    *(f"penstock.cli.{name}" for name in ("app", "store", "plan")),
+    *(f"penstock.cli.{name}" for name in ("app", "store", "replay")),
     *(f"penstock_serve.cli.{name}" for name in SERVER_COMMANDS),
     "penstock_serve.server.plan",
     "penstock_serve.server.service",

@@ -18,8 +18,9 @@ from starlette.applications import Starlette
 
 from penstock_serve.server import errors
 from penstock_serve.server.guard import Guard
-from penstock_serve.server.http import HttpServer, address_of, listen
+from penstock_serve.server.http import HttpServer
 from penstock_serve.server.live_feed import LiveFeed
+from penstock_serve.server.server_socket import address_of, listen
 from tests.serve import browser
 from tests.serve.conftest import SOON_S, eventually
 

@@ -25,7 +25,7 @@ from penstock.cli.app import run
 from penstock.errors import UnavailableError
 from penstock_serve.cli.status import describe_live, seconds_text
 from penstock_serve.cli.top import TopView, can_draw, draw, sparkline
-from penstock_serve.server.http import address_of, listen
+from penstock_serve.server.server_socket import address_of, listen
 from tests.serve.conftest import SOON_S, eventually
 from tests.serve.vllm_servers import FakeVllm, RunningRouter, answering, running
 

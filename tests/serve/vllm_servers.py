@@ -16,7 +16,8 @@ from penstock.config.shared_stores import UNIX
 from penstock_serve.observe.metrics import RouterMetrics
 from penstock_serve.server.access_log import AccessLog
 from penstock_serve.server.guard import Guard
-from penstock_serve.server.http import HttpServer, address_of, listen
+from penstock_serve.server.http import HttpServer
+from penstock_serve.server.server_socket import address_of, listen
 from penstock_serve.server.vllm_app import RouterApp
 from penstock_serve.server.vllm_router import VllmRouter
 from penstock_serve.server.vllm_server import read_urls

@@ -53,7 +53,7 @@ def test_each_lie_shows_in_an_answer(lie: Lie) -> None:
                 answers: object = all_answers(lying)
             except BlobStoreError as problem:
                 answers = str(problem)
-            assert set(lying.told) <= {lie}
+            assert set(lying.reported) <= {lie}
             shown += answers != honest
 
     assert shown
@@ -68,7 +68,7 @@ def test_equal_seeds_tell_equal_lies() -> None:
                 all_answers(lying)
             except BlobStoreError:
                 continue
-        told.append(lying.told)
+        told.append(lying.reported)
 
     assert told[0] == told[1]
     assert len(told[0]) > 5

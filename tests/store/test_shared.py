@@ -437,7 +437,7 @@ def test_whatever_a_store_does_no_wrong_byte_is_delivered(seed: int, *, compress
     finally:
         for tier in tiers:
             tier.close(deadline=time.monotonic() + WAIT_S)
-    assert sum(sum(each.told.values()) for each in lying) > 0
+    assert sum(sum(each.reported.values()) for each in lying) > 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

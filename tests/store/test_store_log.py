@@ -29,7 +29,7 @@ with Engine(Path(folder)) as engine:
     engine.run_until(lambda: tiers()[-1].on)
 """
 LINE = re.compile(
-    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) penstock\.store\.\w+ store .* "
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) penstock\.store\.[\w.]+ store .* "
     r"process=store pid=\d+ tier=disk folder=\S+"
 )
 

@@ -165,9 +165,6 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "decode_tp": "ranks of a decode instance; both or neither, instead of `cache.ranks`",
         "handoff_host": "host of this machine at which instances of other machines reach its "
         "instances for handoffs; empty: only those of this machine do",
-        "ranks_at": "`tcp://HOST:PORT` where an instance accepts its ranks, if they are on several "
-        "machines",
-        "ranks_here": 'which of these ranks this command starts: `"0"`, `"1-3"`',
         "dtype": "of weights and KV; sets `model.kv_dtype`",
         "device": "`cpu`, `cuda` or `cuda:N`. `cuda`: each rank has a GPU; prefill and decode "
         "instances have GPUs of their own if there are enough",

@@ -310,7 +310,7 @@ class Fleet:
                 request = self.requests[name]
                 request.unchecked.discard((rank.name, rank.life))
                 self._forget_if_over(request)
-            case {"told": _}:
+            case {"reported": _}:
                 self.told[rank.name] = answer
             case _:
                 pass
@@ -340,7 +340,7 @@ class Fleet:
     def ask(self, names: tuple[str, ...], number: int) -> list[dict[str, Any]]:
         for name in names:
             self.ranks[name].command(tell=number)
-        self.until(lambda: all(self.told.get(n, {}).get("told") == number for n in names))
+        self.until(lambda: all(self.told.get(n, {}).get("reported") == number for n in names))
         return [self.told[name] for name in names]
 
 

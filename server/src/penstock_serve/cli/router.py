@@ -79,7 +79,7 @@ def route(  # noqa: PLR0913 - as many options as there are settings
         read_hosts,
         require_usable_options,
     )
-    from penstock_serve.server.http import address_of, listen  # noqa: PLC0415
+    from penstock_serve.server.server_socket import address_of, listen  # noqa: PLC0415
     from penstock_serve.server.vllm_server import read_urls  # noqa: PLC0415
 
     prefill, decode = read_urls(
@@ -164,7 +164,7 @@ def show_dashboard(
         read_hosts,
         require_usable_options,
     )
-    from penstock_serve.server.http import address_of, listen  # noqa: PLC0415
+    from penstock_serve.server.server_socket import address_of, listen  # noqa: PLC0415
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415
 
     if len(metrics) > SERVERS_MAX:

@@ -238,8 +238,8 @@ def require_extras() -> None:
 
 def _serve(given: Config | None, options: ServeOptions) -> None:
     from penstock_serve.server.guard import find_key  # noqa: PLC0415  (needs the extras)
-    from penstock_serve.server.http import listen  # noqa: PLC0415
     from penstock_serve.server.plan import serves_http, settle  # noqa: PLC0415
+    from penstock_serve.server.server_socket import listen  # noqa: PLC0415
 
     with ExitStack() as held:
         bound = None

@@ -34,16 +34,12 @@ from penstock_serve.observe.metrics import ServerMetrics
 from penstock_serve.server.access_log import AccessLog, Tracing
 from penstock_serve.server.app import Server, ServerSettings
 from penstock_serve.server.guard import read_hosts
-from penstock_serve.server.http import (
-    HttpServer,
-    address_of,
-    raise_descriptor_limit,
-    serve_until_stopped,
-)
+from penstock_serve.server.http import HttpServer, serve_until_stopped
 from penstock_serve.server.instance_link import InstanceLink
 from penstock_serve.server.plan import SECRET_BYTES, instances_of, secrets_of
 from penstock_serve.server.processes import Processes
 from penstock_serve.server.router import PauseSettings, RequestGate, Router
+from penstock_serve.server.server_socket import address_of, raise_descriptor_limit
 
 if TYPE_CHECKING:
     import socket

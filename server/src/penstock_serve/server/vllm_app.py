@@ -39,12 +39,12 @@ from penstock_serve.server.guard import Guard
 from penstock_serve.server.http import (
     GuardedApp,
     HttpServer,
-    raise_descriptor_limit,
     read_body,
     serve_until_stopped,
     while_connected,
 )
 from penstock_serve.server.live_feed import LiveFeed
+from penstock_serve.server.server_socket import raise_descriptor_limit
 from penstock_serve.server.vllm_requests import AnswerHead, PromptRequest, relayed
 from penstock_serve.server.vllm_router import EVENT_END, NoServer, VllmRouter
 from penstock_serve.server.vllm_server import VllmFailure
