@@ -28,7 +28,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
-WORDS_MAX = 2200
+WORDS_MAX = 2250
 TERMS_MAX = 30
 PATH = re.compile(r"`([\w/]+(?:\.py|/))`")
 NAME = re.compile(r"(?:\bdef |\bclass |\.)([A-Za-z_]+)")

@@ -13,7 +13,7 @@ def walk(*, json: JsonOption = None) -> None:
     found = {name: make() for name, make in WALKS.items()}
     for name, walked in found.items():
         typer.echo(
-            f"{name}: {walked.files} files, {walked.calls:,} calls in {walked.processes} processes"
+            f"{name}: {walked.files} files, {walked.calls:,} calls; processes: {walked.processes}"
         )
     if json is not None:
         write_json(json, {name: walked._asdict() for name, walked in found.items()})

@@ -6,8 +6,7 @@
 | `lines`                                     | connections: ZeroMQ, and within one process     |
 | `party_driver`                              | what all four drivers share: `step`, `wait`     |
 | `schedulers`, `prefill_rank`, `decode_rank` | the four drivers                                |
-| `parts`                                     | which bytes a part has; `PartReader/-Taker`     |
-| `parts`, `device_parts`                     | packing and taking parts, by medium             |
+| `parts`, `device_parts`                     | which bytes a part has; packing and taking them |
 
 The one rule: a step does bounded work and never waits; `wait` is one poll with a deadline.
 
