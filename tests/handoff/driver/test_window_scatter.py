@@ -15,7 +15,7 @@ from penstock.vocabulary.reshard import plan_reshard
 
 torch = pytest.importorskip("torch")
 
-from penstock.handoff.driver.device_parts import WindowScatter  # noqa: E402
+from penstock.handoff.driver.window_scatter import WindowScatter  # noqa: E402
 from penstock.tiers.tensors import TensorTier  # noqa: E402
 
 
