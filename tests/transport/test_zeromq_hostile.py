@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ from penstock.transport.zmq_link import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.transport.zmq_link import Greeting
@@ -467,3 +470,44 @@ def test_a_channel_whose_listener_is_gone_before_it_gets_there_fails(
 
     assert receive_end(channel) == ChannelFailed("x was gone before the connection was made")
     channel.close()
+
+
+# A greeting of ZeroMQ for a mechanism that the other end does not speak.
+STRANGE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+def test_a_stranger_that_breaks_off_before_the_hello_is_a_listener_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = zmq.Socket.connect
+
+    def connect_slowly(lobby: zmq.Socket[bytes], address: str) -> None:
+        connect(lobby, address)
+        deadline = soon()
+        while address.startswith("ipc://") and lobby.poll(0, zmq.POLLOUT):
+            assert time.monotonic() < deadline
+
+    monkeypatch.setattr(zmq.Socket, "connect", connect_slowly)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "socket"))
+        stranger.listen()
+        stranger.settimeout(60)
+
+        def break_off() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(STRANGE)
+                while connection.recv(1024):
+                    pass
+
+        thread = threading.Thread(target=break_off, daemon=True)
+        thread.start()
+        channel = dial(
+            f"ipc://{tmp_path}/socket", name="rank 0", settings=ChannelSettings(open_s=0.2)
+        )
+
+        assert not channel.wait_open(deadline=soon())
+        assert "no answer from" in str(channel.failure)
+        assert "it breaks off every connection" in str(channel.failure)
+        channel.close()
+        thread.join(60)

@@ -633,7 +633,9 @@ class Dialling:
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(CONNECT_S))
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(CONNECT_S))
         self._socket.connect(address)
-        self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
+        # Who breaks off at once may have done so already: `broken_off` says it.
+        with suppress(zmq.Again):
+            self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
 
     def answer(self, refused: Counter[RefusalReason]) -> ChannelWelcome | ChannelRefusal | None:
         """What the listener answered, if it did; what is no answer is counted in `refused`."""
