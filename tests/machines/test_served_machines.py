@@ -268,6 +268,7 @@ def test_a_slow_cable_does_not_lose_an_instance(group: Group, right: Reference) 
     assert group.site.log(group.router).count("instance gone") == before
 
 
+@pytest.mark.long  # One that is cut off is missed and comes back, above.
 def test_a_killed_machine_is_missed_and_replaced(group: Group, right: Reference) -> None:
     with asking(group, "Killed") as found:
         group.machines["instance-1"].kill()

@@ -139,6 +139,7 @@ def require_new_weights(
     assert sorted(in_order) == names
 
 
+@pytest.mark.long  # Killed ranks and instances come back: test_lives. New weights stay: above.
 def test_an_instance_that_was_killed_comes_back_with_the_new_weights(
     pair: Running, model_folder: Path, other_folder: Path, wanted: Any
 ) -> None:
