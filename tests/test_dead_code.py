@@ -26,7 +26,6 @@ FOR_TESTS = "testing/"
 
 _CONNECTOR = "vLLM calls it: part of what it asks of a connector"
 _UVICORN = "uvicorn calls it: what its server or a connection of it does"
-_DEFINITION = "the definition of sums, a cell at a time; the fast ones are tested against it"
 
 _AUTHORS = "part of the interface for engine authors, on the pages; Penstock's own do without"
 
@@ -44,12 +43,7 @@ CALLED_FROM_ELSEWHERE = {
     "server/http.py:main_loop": _UVICORN,
     "server/http.py:send_400_response": _UVICORN,
     "store/disk/format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
-    "vocabulary/checksums.py:add_sums": _DEFINITION,
-    "vocabulary/checksums.py:cell_seed": _DEFINITION,
-    "vocabulary/checksums.py:cell_sum": _DEFINITION,
     "vocabulary/keys.py:from_anchor": _AUTHORS,
-    "vocabulary/layout.py:block_extents": _AUTHORS,
-    "vocabulary/layout.py:cell_positions": _AUTHORS,
 }
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

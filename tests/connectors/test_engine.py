@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lab.fixtures.extents import plane_extents
 from penstock.connectors.base.engine import (
     LayerGroup,
     ServedEngine,
@@ -63,7 +64,7 @@ def test_k_and_v_lie_where_vllm_says(order: str) -> None:
                     found = torch.cat(
                         [
                             whole[extent.offset // 4 : (extent.offset + extent.length) // 4]
-                            for extent in plane.extents(block, head)
+                            for extent in plane_extents(plane, block, head)
                         ]
                     )
                     assert (found == half[block, head].flatten()).all()

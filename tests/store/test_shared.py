@@ -10,11 +10,11 @@ import pytest
 
 from lab.fixtures.lying_blobs import LyingBlobs
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from lab.fixtures.shards import Shard
 from penstock.cache.operations import BlockFault
 from penstock.store.shared.tier import SharedTier
 from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.form import Shard
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType
 from tests.store.shared_engines import SLOT_COUNT, SPACE, Engine, draw_chain

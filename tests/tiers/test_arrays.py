@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.extents import block_extents
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 
@@ -36,7 +37,7 @@ def test_bytes_between_the_strides_are_never_written(kind: str) -> None:
     tier = ArrayTier(layout, arrays)
     named = [np.zeros(array.shape, dtype=bool) for array in arrays]
     for slot in range(tier.slot_count):
-        for extent in layout.block_extents(slot):
+        for extent in block_extents(layout, slot):
             named[extent.place][extent.offset : extent.offset + extent.length] = True
 
     write_slots(tier, range(tier.slot_count), draw_blocks(layout, tier.slot_count, seed=1))

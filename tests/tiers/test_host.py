@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.cell_sums import CellSums, faults_of
+from lab.fixtures.extents import block_extents
 from penstock.cache.states import LeaseState
 from penstock.config import parse_config
 from penstock.errors import ConfigError
@@ -18,7 +20,7 @@ from penstock.runtime.tiers import build_lower_tiers
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena, MemoryCalls
 from penstock.tiers.host import HostTier, slot_bytes, slots_within, tier_bytes
-from penstock.vocabulary.checksums import Algorithm, CellSpan, CellSums
+from penstock.vocabulary.checksums import Algorithm, CellSpan
 from penstock.vocabulary.layout import Layout
 from tests.descriptors import open_descriptors
 
@@ -59,7 +61,7 @@ def configured(tier: str, *, more: str = "") -> Config:
 def test_blocks_start_where_direct_io_can_reach_them(block_bytes: int, distance: int) -> None:
     tier = HostTier.create(opaque(block_bytes), slot_count=3)
 
-    offsets = [tier.layout.block_extents(slot)[0].offset for slot in range(3)]
+    offsets = [block_extents(tier.layout, slot)[0].offset for slot in range(3)]
 
     assert slot_bytes(opaque(block_bytes)) == tier.slot_bytes == distance
     assert offsets == [0, distance, 2 * distance]
@@ -135,8 +137,8 @@ def test_what_one_rank_writes_another_reads_and_verifies() -> None:
     seen = read_slots(reader, range(3))
     tables = [CellSums.of(row) for row in reader.sums(ALL)]
     np.testing.assert_array_equal(seen, content)
-    assert span.verify(seen, KEYS, tables, Algorithm.XXH3) == []
-    assert span.verify(seen, KEYS[::-1], tables, Algorithm.XXH3) != []
+    assert faults_of(span, seen, KEYS, tables, Algorithm.XXH3) == []
+    assert faults_of(span, seen, KEYS[::-1], tables, Algorithm.XXH3) != []
 
 
 def test_a_rank_that_reads_cannot_write() -> None:

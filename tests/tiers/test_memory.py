@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lab.fixtures.extents import block_extents
 from penstock.testing.tier_suite import LAYOUTS, read_slots
 from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import MemoryTier
@@ -14,7 +15,7 @@ from penstock.tiers.host import MemoryTier
 def test_a_block_lies_in_one_run_of_bytes(kind: str) -> None:
     tier = MemoryTier(LAYOUTS[kind], slot_count=5)
 
-    (extent,) = tier.layout.block_extents(3)
+    (extent,) = block_extents(tier.layout, 3)
 
     assert extent.length == LAYOUTS[kind].block_bytes
     assert extent.offset == 3 * LAYOUTS[kind].block_bytes

@@ -13,15 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.checksums import (
-    Algorithm,
-    CellSpan,
-    CellSums,
-    add_sums,
-    cell_seed,
-    cell_sum,
-)
-from penstock.vocabulary.form import Shard
+from lab.fixtures.cell_sums import CellSums, add_sums, cell_seed, cell_sum, faults_of
+from lab.fixtures.shards import Shard
+from penstock.vocabulary.checksums import Algorithm, CellSpan
 from penstock.vocabulary.layout import HeadRange, Layer, Layout
 from penstock.vocabulary.planes import Axis, DType, PlaneRole, plane_from_strides
 from penstock.vocabulary.reshard import Blocks, copy_blocks
@@ -142,7 +136,7 @@ def test_a_sound_block_verifies(algorithm: Algorithm) -> None:
 
     stored = tables(layout, blocks, [KEY, OTHER_KEY], algorithm)
 
-    assert CellSpan.of(layout).verify(blocks, [KEY, OTHER_KEY], stored, algorithm) == []
+    assert faults_of(CellSpan.of(layout), blocks, [KEY, OTHER_KEY], stored, algorithm) == []
 
 
 @BOTH
@@ -163,7 +157,7 @@ def test_a_flipped_bit_is_found_in_its_cell_and_no_other(
         for index, each in enumerate(layout.cells)
         if each.start <= byte < each.start + each.length
     ]
-    assert CellSpan.of(layout).verify(blocks, [KEY, OTHER_KEY], stored, algorithm) == [
+    assert faults_of(CellSpan.of(layout), blocks, [KEY, OTHER_KEY], stored, algorithm) == [
         (block, cell)
     ]
 
@@ -174,7 +168,7 @@ def test_exchanged_slots_fail_in_every_cell(algorithm: Algorithm) -> None:
     blocks = some_blocks(layout, 2)
     stored = tables(layout, blocks, [KEY, OTHER_KEY], algorithm)
 
-    bad = CellSpan.of(layout).verify(blocks[::-1].copy(), [KEY, OTHER_KEY], stored, algorithm)
+    bad = faults_of(CellSpan.of(layout), blocks[::-1].copy(), [KEY, OTHER_KEY], stored, algorithm)
 
     assert len(bad) == 2 * len(layout.cells)
 
@@ -185,7 +179,7 @@ def test_a_slot_found_with_its_own_sums_under_another_key_fails(algorithm: Algor
     older = some_blocks(layout, 1)
     stored = tables(layout, older, [KEY], algorithm)
 
-    bad = CellSpan.of(layout).verify(older, [OTHER_KEY], stored, algorithm)
+    bad = faults_of(CellSpan.of(layout), older, [OTHER_KEY], stored, algorithm)
 
     assert len(bad) == len(layout.cells)
 
@@ -196,7 +190,7 @@ def test_an_older_generation_of_a_slot_fails(algorithm: Algorithm) -> None:
     older, newer = some_blocks(layout, 1, seed=1), some_blocks(layout, 1, seed=2)
     stored = tables(layout, newer, [KEY], algorithm)
 
-    bad = CellSpan.of(layout).verify(older, [KEY], stored, algorithm)
+    bad = faults_of(CellSpan.of(layout), older, [KEY], stored, algorithm)
 
     assert len(bad) == len(layout.cells)
 
@@ -215,10 +209,10 @@ def test_exchanged_layers_or_heads_fail_with_and_without_their_sums(algorithm: A
             for cell in (layout.cells[one], layout.cells[other])
         )
         moved[first], moved[second] = blocks[second], blocks[first]
-        assert span.verify(moved, [KEY], [stored], algorithm) == [(0, one), (0, other)]
+        assert faults_of(span, moved, [KEY], [stored], algorithm) == [(0, one), (0, other)]
         values[[one, other]] = values[[other, one]]
         moved_with_sums = [CellSums.of(values)]
-        assert span.verify(moved, [KEY], moved_with_sums, algorithm) == [(0, one), (0, other)]
+        assert faults_of(span, moved, [KEY], moved_with_sums, algorithm) == [(0, one), (0, other)]
 
 
 @BOTH
@@ -230,7 +224,7 @@ def test_exchanged_k_and_v_of_a_cell_fail(algorithm: Algorithm) -> None:
 
     blocks[k], blocks[v] = blocks[v].copy(), blocks[k].copy()
 
-    assert CellSpan.of(layout).verify(blocks, [KEY], stored, algorithm) == [(0, 2)]
+    assert faults_of(CellSpan.of(layout), blocks, [KEY], stored, algorithm) == [(0, 2)]
 
 
 @BOTH
@@ -295,11 +289,11 @@ def test_some_layers_or_heads_are_verified_alone(algorithm: Algorithm) -> None:
     content = blocks[:, part[0].start : part[-1].start + part[-1].length].copy()
     span = CellSpan(part)
 
-    sound = span.verify(content, [KEY], [stored.part(9, 2)], algorithm)
+    sound = faults_of(span, content, [KEY], [stored.part(9, 2)], algorithm)
     content[0, -1] ^= 1
 
     assert sound == []
-    assert span.verify(content, [KEY], [stored.part(9, 2)], algorithm) == [(0, 1)]
+    assert faults_of(span, content, [KEY], [stored.part(9, 2)], algorithm) == [(0, 1)]
 
 
 @BOTH
@@ -323,7 +317,7 @@ def test_no_blocks_have_no_sums(algorithm: Algorithm) -> None:
     span = CellSpan.of(layout)
 
     assert span.sum_blocks(nothing, [], algorithm).shape == (0, len(layout.cells))
-    assert span.verify(nothing, [], [], algorithm) == []
+    assert faults_of(span, nothing, [], [], algorithm) == []
 
 
 def test_blocks_that_are_no_packed_blocks_are_refused() -> None:
@@ -347,9 +341,9 @@ def test_sums_that_are_not_of_these_blocks_are_refused() -> None:
     span = CellSpan.of(layout)
 
     with pytest.raises(ValueError, match="sums has 0 tables, must have one for each of 1 keys"):
-        span.verify(blocks, [KEY], [], Algorithm.XXH3)
+        faults_of(span, blocks, [KEY], [], Algorithm.XXH3)
     with pytest.raises(ValueError, match=r"sums\[0\] has 1 cells, must have 12"):
-        span.verify(blocks, [KEY], [CellSums(bytes(8))], Algorithm.XXH3)
+        faults_of(span, blocks, [KEY], [CellSums(bytes(8))], Algorithm.XXH3)
 
 
 def test_a_span_is_made_of_cells_that_follow_each_other() -> None:

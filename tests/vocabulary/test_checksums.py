@@ -18,13 +18,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.fixtures.cell_sums import CellSums, add_sums, cell_seed, cell_sum
 from penstock.vocabulary.checksums import (
     Algorithm,
-    CellSums,
-    add_sums,
-    cell_seed,
     cell_seeds,
-    cell_sum,
     key_seed,
     key_seeds,
     life_salt,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.fixtures.shards import Shard
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.form import Form, Shard, StorageFormat
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import Axis, DType
 
@@ -110,17 +111,15 @@ def test_k_and_v_in_one_tensor_are_stored_like_k_and_v_in_two() -> None:
 def test_ranks_that_hold_the_same_have_equal_forms() -> None:
     shards = [Shard(tensor_size=16, tensor_rank=rank) for rank in (4, 5)]
 
-    forms = [Form(layout=split(heads=shard.heads(8)), shard=shard) for shard in shards]
+    forms = [Form(layout=split(heads=shard.heads(8))) for shard in shards]
 
     assert forms[0] == forms[1]
-    assert Form(layout=mla(), shard=shards[0]) == Form(layout=mla(), shard=Shard())
 
 
 @pytest.mark.parametrize(
     ("other", "field", "ours", "theirs"),
     [
         (Form(layout=split(), checksum=Algorithm.MIX64), "checksum", "xxh3", "mix64"),
-        (Form(layout=split(), storage=StorageFormat.IN_PLACE), "storage", "packed", "in_place"),
         (Form(layout=split(block_tokens=8)), "block_tokens", "4", "8"),
         (Form(layout=Layout.join(split(), mla())), "groups", "1", "2"),
         (
@@ -195,37 +194,6 @@ def test_opaque_blocks_differ_by_their_encoding_but_not_by_their_distance() -> N
     )
 
 
-def test_copies_in_place_differ_by_the_strides_inside_a_block_alone() -> None:
-    def in_place(layout: Layout) -> Form:
-        return Form(layout=layout, storage=StorageFormat.IN_PLACE)
-
-    form = in_place(split())
-
-    assert form == in_place(split(block_count=30))
-    assert form.difference(in_place(split(order=HEAD_FIRST))) == (
-        "group.0.layer.0.k.axes",
-        "head:2:8 token:4:16 channel:8:1",
-        "head:2:32 token:4:8 channel:8:1",
-    )
-
-
-def test_the_stride_of_an_axis_of_one_entry_means_nothing() -> None:
-    def in_place(stride: int) -> Form:
-        one_head = split(heads=HeadRange(first=0, count=1, total=1), scale_dtype=None)
-
-        def with_stride(layer: Layer) -> Layer:
-            k, v = layer.planes
-            dims = tuple(
-                replace(dim, stride=stride) if dim.axis is Axis.HEAD else dim for dim in k.dims
-            )
-            return replace(layer, planes=(replace(k, dims=dims), v))
-
-        layout = with_first_layer(one_head, with_stride)
-        return Form(layout=layout, storage=StorageFormat.IN_PLACE)
-
-    assert in_place(0) == in_place(8) == in_place(-5)
-
-
 def test_a_form_compares_with_forms_alone() -> None:
     assert Form(layout=mla()) != Form(layout=mla()).fingerprint
 
@@ -241,11 +209,7 @@ def test_a_fingerprint_digests_the_framed_facts_under_their_domain() -> None:
 def test_fingerprints_stay_what_they_were() -> None:
     layout = Layout.join(split(), mla(), opaque())
 
-    packed = Form(layout=layout).fingerprint
-    in_place = Form(layout=layout, storage=StorageFormat.IN_PLACE).fingerprint
-
-    assert packed.hex() == "e040e0c4e87d2bbc1fe583e571f5197f"
-    assert in_place.hex() == "1a6d385e55056cf03d36212be16533ec"
+    assert Form(layout=layout).fingerprint.hex() == "e040e0c4e87d2bbc1fe583e571f5197f"
 
 
 @st.composite
@@ -261,7 +225,6 @@ def forms(draw: st.DrawFn) -> Form:
     others = draw(st.sampled_from([(), (mla(),), (opaque(),), (mla(), opaque())]))
     return Form(
         layout=Layout.join(attention, *others),
-        storage=draw(st.sampled_from(StorageFormat)),
         checksum=draw(st.sampled_from(Algorithm)),
     )
 
@@ -307,64 +270,3 @@ def encoded(**changes: str) -> bytes:
 def test_an_encoded_form_that_makes_no_sense_is_refused(raw: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"encoded form cannot be read: .*{message}"):
         Form.from_bytes(raw)
-
-
-def test_a_form_describes_itself_to_people() -> None:
-    layout = Layout.join(
-        split(heads=HeadRange(first=2, count=1, total=4)), mla(layers=(7, 8)), opaque()
-    )
-
-    text = Form(layout=layout, shard=Shard(tensor_size=4, tensor_rank=2)).describe()
-
-    assert text.splitlines() == [
-        "packed, 4 tokens and 484 bytes a block, xxh3 sums",
-        "tensor rank 2 of 4, stage 0 of 1",
-        "group 0: attention, heads 2-2 of 4",
-        "  layers 0-1: k fp8_e4m3 1 heads × 4 tokens × 8 channels, "
-        "v fp8_e4m3 1 heads × 4 tokens × 8 channels, "
-        "k_scale fp32 1 heads × 4 tokens × 1 channels, "
-        "v_scale fp32 1 heads × 4 tokens × 1 channels",
-        "group 1: latent, the same on every rank",
-        "  layers 7-8: latent bf16 4 tokens × 12 channels",
-        "group 2: opaque, the same on every rank",
-        "  layers 9-9: opaque uint8 tiles of 100 bytes",
-    ]
-
-
-def test_heads_are_dealt_out_evenly_and_held_twice_where_ranks_outnumber_them() -> None:
-    def dealt(ranks: int) -> list[str]:
-        return [str(Shard(tensor_size=ranks, tensor_rank=rank).heads(4)) for rank in range(ranks)]
-
-    assert dealt(1) == ["0-3 of 4"]
-    assert dealt(2) == ["0-1 of 4", "2-3 of 4"]
-    assert dealt(8) == [f"{rank // 2}-{rank // 2} of 4" for rank in range(8)]
-    assert [Shard(tensor_size=ranks).replicas(4) for ranks in (1, 2, 8)] == [1, 1, 2]
-    with pytest.raises(ValueError, match="total is 4 KV heads for 3 ranks"):
-        Shard(tensor_size=3).heads(4)
-
-
-def test_layers_are_dealt_out_in_order_with_the_rest_to_the_first_stages() -> None:
-    stages = [Shard(stage_count=3, stage=stage).layers(8) for stage in range(3)]
-
-    assert stages == [range(3), range(3, 6), range(6, 8)]
-    with pytest.raises(ValueError, match="total is 2 layers, must be at least 3 stages"):
-        Shard(stage_count=3).layers(2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tensor_size": 2, "tensor_rank": 2}, "tensor_rank is 2, must be from 0 to 1"),
-        ({"stage_count": 2, "stage": -1}, "stage is -1, must be from 0 to 1"),
-    ],
-)
-def test_a_rank_that_is_not_among_the_ranks_is_refused(
-    arguments: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Shard(**arguments)
-
-
-def test_a_share_that_leaves_heads_on_no_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads of group 0 are 2-3 of 8, but tensor_size is 2"):
-        Form(layout=split(), shard=Shard(tensor_size=2))

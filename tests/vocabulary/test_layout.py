@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from lab.fixtures.extents import Extent, block_extents, cell_extents
 from penstock.vocabulary.layout import ALL_HEADS, Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import (
     Axis,
     DType,
-    Extent,
     Plane,
     PlaneRole,
     opaque_plane,
@@ -110,7 +110,7 @@ def test_an_opaque_layer_of_a_shard_is_one_cell_named_after_its_first_head() -> 
 
     (cell,) = layout.cells
     assert (cell.head, cell.length) == (4, 100)
-    assert layout.cell_extents(2, cell) == [Extent(0, 256, 100)]
+    assert cell_extents(2, cell) == [Extent(0, 256, 100)]
 
 
 def test_planes_without_heads_follow_the_heads_of_their_layer() -> None:
@@ -141,7 +141,7 @@ def test_cells_fill_the_packed_block_without_gaps() -> None:
 def test_extents_of_a_cell_follow_the_strides() -> None:
     layout = split(order=(Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL))
 
-    found = layout.cell_extents(1, layout.cells[1])
+    found = cell_extents(1, layout.cells[1])
 
     k = [Extent(0, 128 + 16 + token * 32, 16) for token in range(4)]
     v = [Extent(1, 128 + 16 + token * 32, 16) for token in range(4)]
@@ -153,8 +153,8 @@ def test_a_packed_block_is_one_extent_in_the_order_of_its_cells() -> None:
 
     packed = layout.packed(block_count=2)
 
-    assert packed.block_extents(1) == [Extent(0, layout.block_bytes, layout.block_bytes)]
-    assert [packed.cell_extents(0, cell) for cell in packed.cells] == [
+    assert block_extents(packed, 1) == [Extent(0, layout.block_bytes, layout.block_bytes)]
+    assert [cell_extents(0, cell) for cell in packed.cells] == [
         [Extent(0, cell.start, cell.length)] for cell in layout.cells
     ]
     assert packed.packed(block_count=2) == packed
@@ -163,7 +163,7 @@ def test_a_packed_block_is_one_extent_in_the_order_of_its_cells() -> None:
 def test_slots_of_a_packed_layout_may_be_wider_than_a_block() -> None:
     packed = mla().packed(block_count=2, slot_bytes=256)
 
-    assert packed.block_extents(1) == [Extent(0, 256, 192)]
+    assert block_extents(packed, 1) == [Extent(0, 256, 192)]
     assert packed.buffer_bytes == {0: 256 + 192}
     with pytest.raises(ValueError, match="slot_bytes is 191, must be at least a block's 192"):
         mla().packed(block_count=2, slot_bytes=191)
@@ -179,7 +179,7 @@ def test_extents_of_a_block_spell_all_its_bytes() -> None:
         block_count=3,
     )
 
-    found = layout.block_extents(2)
+    found = block_extents(layout, 2)
 
     assert sum(extent.length for extent in found) == layout.block_bytes
     assert {extent.place for extent in found} == {0, 1}
@@ -196,17 +196,6 @@ def test_layers_and_planes_are_ordered_however_they_were_given() -> None:
     )
 
     assert Layout(groups=(shuffled,), block_tokens=4) == layout
-
-
-def test_one_group_can_be_taken_by_itself() -> None:
-    layout = Layout.join(split(), mla())
-
-    alone = layout.only(1)
-
-    assert alone.groups == (layout.groups[1],)
-    assert alone.cells[0].start == 0
-    with pytest.raises(ValueError, match="group is 2, must be an int from 0 to 1"):
-        layout.only(2)
 
 
 def test_joined_layouts_keep_their_buffers_apart_and_share_the_fewest_blocks() -> None:

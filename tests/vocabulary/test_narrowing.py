@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.fixtures.extents import cell_extents, cell_positions, plane_extents
 from penstock.vocabulary.layout import (
     Cut,
     Group,
@@ -11,7 +12,6 @@ from penstock.vocabulary.layout import (
     HeadRange,
     Layer,
     Layout,
-    cell_positions,
     narrow,
     token_window,
 )
@@ -36,7 +36,7 @@ def test_a_cut_shows_the_same_memory_under_the_same_names() -> None:
     for cell, position in zip(seen.cells, cell_positions(LAYOUT, [cut]), strict=True):
         whole = LAYOUT.cells[position]
         assert (whole.layer, whole.head) == (cell.layer, cell.head)
-        assert seen.cell_extents(1, cell) == LAYOUT.cell_extents(1, whole)
+        assert cell_extents(1, cell) == cell_extents(1, whole)
 
 
 def test_windows_of_a_block_are_its_bytes_in_their_order() -> None:
@@ -46,8 +46,12 @@ def test_windows_of_a_block_are_its_bytes_in_their_order() -> None:
         for plane, halves in zip(
             cell.segments, zip(first.segments, second.segments, strict=True), strict=True
         ):
-            whole = plane.plane.extents(1, plane.local_head)
-            parts = [extent for half in halves for extent in half.plane.extents(1, half.local_head)]
+            whole = plane_extents(plane.plane, 1, plane.local_head)
+            parts = [
+                extent
+                for half in halves
+                for extent in plane_extents(half.plane, 1, half.local_head)
+            ]
             assert parts == whole
 
 

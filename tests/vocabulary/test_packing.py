@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.fixtures.extents import block_extents
 from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import Axis, Dim, DType, Plane, PlaneRole
 from penstock.vocabulary.reshard import Blocks, Buffers, copy_blocks
@@ -90,7 +91,7 @@ def spelled(layout: Layout, buffers: Buffers, block: int) -> bytes:
     """The bytes of a block, extent after extent."""
     return b"".join(
         buffers[extent.place][extent.offset : extent.end].tobytes()
-        for extent in layout.block_extents(block)
+        for extent in block_extents(layout, block)
     )
 
 

@@ -154,7 +154,7 @@ def test_an_opaque_plane_knows_bytes_and_nothing_else() -> None:
 
     offsets, run_bytes = plane.runs(2)
 
-    assert plane.is_opaque
+    assert plane.encoding
     assert not plane.has_heads
     assert (offsets.tolist(), run_bytes) == ([256], 100)
     assert plane.end == 356

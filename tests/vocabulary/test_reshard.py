@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.fixtures.extents import cell_positions
 from lab.fixtures.reshard_oracle import KINDS, Model, Side
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.layout import HeadRange, Layout, cell_positions, narrow
+from penstock.vocabulary.layout import HeadRange, Layout, narrow
 from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
 

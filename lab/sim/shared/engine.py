@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lab.fixtures.shards import Shard
 from lab.sim.checkers import SimulationError
 from penstock.store.base import MappedArena, Space, part_name
 from penstock.store.shared.board import RunOfBlocks
@@ -18,7 +19,7 @@ from penstock.store.shared.io import FrontMemory
 from penstock.store.shared.tier import SharedTier
 from penstock.store.shared.workers import names_of
 from penstock.tiers.host import HostTier
-from penstock.vocabulary.form import Form, Shard
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KeyChain, Namespace
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType

@@ -23,7 +23,7 @@ Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `L
 `CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`, `StoreTierSuite`,
 `BlobStoreSuite`, `FailingBlobStoreSuite`; what they take, `Ends`, `SuiteWriter`, `LocalWriter` and
 `ProcessWriter`; `failing_seed`; for tests of layouts `tier_suite.draw_blocks`,
-`tier_suite.read_slots`, `tier_suite.write_slots` and `route_copying.RouteCopier`.
+`tier_suite.read_slots` and `tier_suite.write_slots`.
 docs/conformance.md has an example.
 
 The one rule: this file loads nothing. Processes that a suite starts are modules of this package,

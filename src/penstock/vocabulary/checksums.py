@@ -34,7 +34,7 @@ from numpy.lib.stride_tricks import as_strided
 from xxhash import xxh3_64_intdigest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -98,12 +98,6 @@ def place_number(*, layer: int, plane: int, head: int) -> int:
     return layer << 40 | plane << 32 | head
 
 
-def cell_seed(key: bytes, *, layer: int, plane: int, head: int) -> int:
-    """The seed of one segment. `plane` is the number of its role; layer and head are global."""
-    place = np.array([place_number(layer=layer, plane=plane, head=head)], dtype=np.uint64)
-    return int(cell_seeds([key], place)[0, 0])
-
-
 def cell_seeds(
     keys: Sequence[bytes], places: NDArray[np.uint64], salt: int = 0
 ) -> NDArray[np.uint64]:
@@ -114,70 +108,6 @@ def cell_seeds(
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SEED_M1)
     seeds: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
     return seeds
-
-
-def cell_sum(data: bytes | bytearray | memoryview, seed: int, algorithm: Algorithm) -> int:
-    """The sum of one segment: what one plane adds to a cell."""
-    match algorithm:
-        case Algorithm.XXH3:
-            return xxh3_64_intdigest(data, seed)
-        case Algorithm.MIX64:
-            segments = np.frombuffer(data, dtype=np.uint8).reshape(1, 1, -1)
-            return int(mix64_sums(segments, np.array([[seed]], dtype=np.uint64))[0, 0])
-
-
-def add_sums(sums: Iterable[int]) -> int:
-    """The sum of a cell from the sums of its segments."""
-    low = high = 0
-    for each in sums:
-        low += each
-        high += each >> 32
-    return (high & 0xFFFF_FFFF) << 32 | low & 0xFFFF_FFFF
-
-
-@dataclass(frozen=True, slots=True)
-class CellSums:
-    """The sums of a block's cells (or of some in a row), in canonical order."""
-
-    raw: bytes
-    """Little-endian, eight bytes a cell: as it is written to disk and onto the wire."""
-
-    def __post_init__(self) -> None:
-        if not self.raw or len(self.raw) % SUM_BYTES:
-            raise ValueError(
-                f"raw has {len(self.raw)} bytes, must be a positive multiple of {SUM_BYTES}"
-            )
-
-    @classmethod
-    def of(cls, values: NDArray[np.uint64]) -> CellSums:
-        return cls(values.astype("<u8", copy=False).tobytes())
-
-    @classmethod
-    def from_bytes(cls, raw: bytes, *, cell_count: int) -> CellSums:
-        """The table that `to_bytes` wrote, of a block with `cell_count` cells."""
-        if len(raw) != cell_count * SUM_BYTES:
-            raise ValueError(
-                f"raw has {len(raw)} bytes, {cell_count} cells need {cell_count * SUM_BYTES}"
-            )
-        return cls(raw)
-
-    def to_bytes(self) -> bytes:
-        """Eight little-endian bytes a cell."""
-        return self.raw
-
-    @property
-    def values(self) -> NDArray[np.uint64]:
-        """The sums as an array that cannot be written."""
-        return np.frombuffer(self.raw, dtype="<u8").astype(np.uint64, copy=False)
-
-    def __len__(self) -> int:
-        return len(self.raw) // SUM_BYTES
-
-    def part(self, first: int, count: int) -> CellSums:
-        """The sums of `count` cells from `first` on."""
-        if first < 0 or count < 1 or first + count > len(self):
-            raise ValueError(f"cells {first} to {first + count - 1} must be within {len(self)}")
-        return CellSums(self.raw[first * SUM_BYTES : (first + count) * SUM_BYTES])
 
 
 def _u64(number: int) -> bytes:
@@ -385,29 +315,6 @@ class CellSpan:
         halves = sums.astype("<u8", copy=False).view("<u4").reshape(*sums.shape, 2)
         cells = np.add.reduceat(halves, self._first_segments, axis=1, dtype=np.uint32)
         return cells.astype("<u4", copy=False).view("<u8")[..., 0].astype(np.uint64, copy=False)
-
-    def verify(
-        self,
-        blocks: NDArray[np.uint8],
-        keys: Sequence[bytes],
-        sums: Sequence[CellSums],
-        algorithm: Algorithm,
-    ) -> list[tuple[int, int]]:
-        """The cells whose bytes are not what `sums` say, as (block, cell): empty if all hold."""
-        if len(sums) != len(keys):
-            raise ValueError(
-                f"sums has {len(sums)} tables, must have one for each of {len(keys)} keys"
-            )
-        for position, table in enumerate(sums):
-            if len(table) != len(self.cells):
-                raise ValueError(
-                    f"sums[{position}] has {len(table)} cells, must have {len(self.cells)}"
-                )
-        if not sums:
-            return []
-        found = self.sum_blocks(blocks, keys, algorithm)
-        stored = np.stack([table.values for table in sums])
-        return [(int(block), int(cell)) for block, cell in np.argwhere(found != stored)]
 
     def _require_fitting(self, blocks: NDArray[np.uint8], keys: Sequence[bytes]) -> None:
         if blocks.ndim != 2 or blocks.dtype != np.uint8:

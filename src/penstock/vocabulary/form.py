@@ -16,13 +16,12 @@ facts. Forms with the same facts are the same.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import counted
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
 from penstock.vocabulary.planes import Axis, Dim, DType, Plane, PlaneRole, dense_strides
@@ -41,60 +40,6 @@ class StorageFormat(Enum):
 
     PACKED = "packed"
     """In canonical order without gaps: what every tier below the device holds."""
-    IN_PLACE = "in_place"
-    """Plane by plane with the strides of the device tensors, gaps included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """Which part of a model a rank holds, by its place among the ranks."""
-
-    tensor_size: int = 1
-    tensor_rank: int = 0
-    stage_count: int = 1
-    """Pipeline stages; a stage holds some of the layers."""
-    stage: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, whole in (
-            ("tensor_rank", self.tensor_rank, self.tensor_size),
-            ("stage", self.stage, self.stage_count),
-        ):
-            if not 0 <= value < whole:
-                raise ValueError(f"{name} is {value}, must be from 0 to {whole - 1}")
-
-    def heads(self, total: int) -> HeadRange:
-        """The KV heads of this rank when the model's heads are dealt out evenly.
-
-        With more ranks than heads, neighbouring ranks hold the same head.
-        """
-        if total < 1 or (total % self.tensor_size and self.tensor_size % total):
-            raise ValueError(
-                f"total is {counted(total, 'KV head')} for {counted(self.tensor_size, 'rank')}, "
-                "one must be a multiple of the other"
-            )
-        count = max(1, total // self.tensor_size)
-        return HeadRange(
-            first=self.tensor_rank * total // self.tensor_size, count=count, total=total
-        )
-
-    def replicas(self, total: int) -> int:
-        """How many ranks hold the same heads."""
-        return self.tensor_size * self.heads(total).count // total
-
-    def layers(self, total: int) -> range:
-        """The layers of this stage when `total` are dealt out in order, earlier stages first."""
-        if total < self.stage_count:
-            raise ValueError(f"total is {total} layers, must be at least {self.stage_count} stages")
-        share, rest = divmod(total, self.stage_count)
-        first = self.stage * share + min(self.stage, rest)
-        return range(first, first + share + (self.stage < rest))
-
-    def __str__(self) -> str:
-        return (
-            f"tensor rank {self.tensor_rank} of {self.tensor_size}, "
-            f"stage {self.stage} of {self.stage_count}"
-        )
 
 
 class Fact(NamedTuple):
@@ -121,25 +66,14 @@ class Form:
 
     layout: Layout
     """What a block consists of. Addresses are taken out: it has one block, from 0 on."""
-    storage: StorageFormat = StorageFormat.PACKED
     checksum: Algorithm = Algorithm.XXH3
-    shard: Shard | None = None
-    """Whose copy it is, where that is known. No fact: ranks that hold the same have equal
-    forms."""
     facts: tuple[Fact, ...] = field(init=False, repr=False)
     """All by which it differs from other forms."""
     fingerprint: bytes = field(init=False)
     """Sixteen bytes that are equal for equal forms and for no others."""
 
     def __post_init__(self) -> None:
-        if self.shard is not None:
-            _require_whole_model(self.layout, self.shard)
-        without_addresses = (
-            self.layout.packed(block_count=1)
-            if self.storage is StorageFormat.PACKED
-            else _in_place(self.layout)
-        )
-        object.__setattr__(self, "layout", without_addresses)
+        object.__setattr__(self, "layout", self.layout.packed(block_count=1))
         object.__setattr__(self, "facts", tuple(_facts(self)))
         digest = sha256(_framed(FORM_DOMAIN) + self.to_bytes()).digest()
         object.__setattr__(self, "fingerprint", digest[:FINGERPRINT_BYTES])
@@ -179,67 +113,9 @@ class Form:
                 return Difference(ours.name, ours.value, theirs.value)
         return None
 
-    def describe(self) -> str:
-        """The form in a few lines for people."""
-        lines = [
-            f"{self.storage.value}, {self.block_tokens} tokens and "
-            f"{self.layout.block_bytes} bytes a block, {self.checksum.value} sums"
-        ]
-        if self.shard is not None:
-            lines.append(str(self.shard))
-        for position, group in enumerate(self.layout.groups):
-            heads = "the same on every rank" if group.heads is None else f"heads {group.heads}"
-            lines.append(f"group {position}: {group.kind.value}, {heads}")
-            lines += [f"  {line}" for line in _describe_layers(group)]
-        return "\n".join(lines)
-
-
-def _require_whole_model(layout: Layout, shard: Shard) -> None:
-    """Refuses a share of heads so small that all ranks together would miss some."""
-    for position, group in enumerate(layout.groups):
-        heads = group.heads
-        if heads is not None and heads.count * shard.tensor_size < heads.total:
-            raise ValueError(
-                f"heads of group {position} are {heads}, but tensor_size is "
-                f"{shard.tensor_size}: some heads would be on no rank"
-            )
-
-
-def _in_place(layout: Layout) -> Layout:
-    """The layout with one block, each plane in a buffer of its own, from 0 on."""
-    buffers = count()
-    groups = tuple(
-        replace(
-            group,
-            layers=tuple(
-                replace(
-                    layer,
-                    planes=tuple(
-                        replace(plane, dims=_inner_dims(plane), offset=0, buffer=next(buffers))
-                        for plane in layer.planes
-                    ),
-                )
-                for layer in group.layers
-            ),
-        )
-        for group in layout.groups
-    )
-    return Layout(groups=groups, block_tokens=layout.block_tokens)
-
-
-def _inner_dims(plane: Plane) -> tuple[Dim, ...]:
-    """The axes inside one block. An axis of one entry has no stride, and only a head matters."""
-    dims = [_ONE_BLOCK]
-    for dim in plane.dims[1:]:
-        if dim.size > 1:
-            dims.append(dim)
-        elif dim.axis is Axis.HEAD:
-            dims.append(replace(dim, stride=0))
-    return tuple(dims)
-
 
 def _facts(form: Form) -> Iterator[Fact]:
-    yield Fact("storage", form.storage.value)
+    yield Fact("storage", StorageFormat.PACKED.value)
     yield Fact("checksum", form.checksum.value)
     yield Fact("block_tokens", str(form.block_tokens))
     yield Fact("groups", str(len(form.layout.groups)))
@@ -249,24 +125,18 @@ def _facts(form: Form) -> Iterator[Fact]:
         yield Fact(f"{at}.heads", "none" if group.heads is None else str(group.heads))
         yield Fact(f"{at}.layers", str(len(group.layers)))
         for index, layer in enumerate(group.layers):
-            yield from _layer_facts(form, f"{at}.layer.{index}", layer)
+            yield from _layer_facts(f"{at}.layer.{index}", layer)
 
 
-def _layer_facts(form: Form, at: str, layer: Layer) -> Iterator[Fact]:
+def _layer_facts(at: str, layer: Layer) -> Iterator[Fact]:
     yield Fact(f"{at}.number", str(layer.number))
     yield Fact(f"{at}.draft", "yes" if layer.draft else "no")
     yield Fact(f"{at}.planes", " ".join(plane.role.label for plane in layer.planes))
     for plane in layer.planes:
         name = f"{at}.{plane.role.label}"
         yield Fact(f"{name}.dtype", plane.dtype.value)
-        yield Fact(f"{name}.axes", " ".join(_axis_fact(form, dim) for dim in plane.dims[1:]))
+        yield Fact(f"{name}.axes", " ".join(f"{dim.axis}:{dim.size}" for dim in plane.dims[1:]))
         yield Fact(f"{name}.encoding", plane.encoding)
-
-
-def _axis_fact(form: Form, dim: Dim) -> str:
-    if form.storage is StorageFormat.PACKED:
-        return f"{dim.axis}:{dim.size}"
-    return f"{dim.axis}:{dim.size}:{dim.stride}"
 
 
 def _framed(text: str) -> bytes:
@@ -310,18 +180,14 @@ class _FactReader:
         return HeadRange(first=first, count=last - first + 1, total=total)
 
     def dims(self, name: str, itemsize: int) -> Iterator[Dim]:
-        """The axes of a plane inside a block; without strides, dense ones."""
+        """The axes of a plane inside a block."""
         text = self.text(name)
-        if re.fullmatch(r"([a-z]+:\d+(:\d+)?( |$))*", text) is None:
-            raise ValueError(f"{name} is {text!r}, must be 'axis:size' or 'axis:size:stride' …")
+        if re.fullmatch(r"([a-z]+:\d+( |$))*", text) is None:
+            raise ValueError(f"{name} is {text!r}, must be 'axis:size' …")
         axes = [axis.split(":") for axis in text.split()]
-        dense = dense_strides([int(size) for _, size, *_ in axes], itemsize)
-        for (axis, size, *stride), dense_stride in zip(axes, dense, strict=True):
-            yield Dim(
-                axis=Axis(axis),
-                size=int(size),
-                stride=int(stride[0]) if stride else dense_stride,
-            )
+        dense = dense_strides([int(size) for _, size in axes], itemsize)
+        for (axis, size), stride in zip(axes, dense, strict=True):
+            yield Dim(axis=Axis(axis), size=int(size), stride=stride)
 
 
 def _read_form(reader: _FactReader) -> Form:
@@ -335,9 +201,9 @@ def _read_form(reader: _FactReader) -> Form:
         )
         kind = GroupKind(reader.text(f"{at}.kind"))
         groups.append(Group(kind=kind, layers=layers, heads=reader.heads(f"{at}.heads")))
+    StorageFormat(reader.text("storage"))  # Refuses every other order.
     return Form(
         layout=Layout(groups=tuple(groups), block_tokens=reader.number("block_tokens")),
-        storage=StorageFormat(reader.text("storage")),
         checksum=Algorithm(reader.text("checksum")),
     )
 
@@ -358,39 +224,3 @@ def _read_layer(reader: _FactReader, at: str, buffers: Iterator[int]) -> Layer:
         )
     draft = reader.text(f"{at}.draft") == "yes"
     return Layer(number=reader.number(f"{at}.number"), planes=tuple(planes), draft=draft)
-
-
-def _describe_layers(group: Group) -> Iterator[str]:
-    """One line for each row of layers that are alike but for their number."""
-    rows: list[tuple[Layer, Layer]] = []
-    for layer in group.layers:
-        if rows and _follows(rows[-1][1], layer):
-            rows[-1] = (rows[-1][0], layer)
-        else:
-            rows.append((layer, layer))
-    for first, last in rows:
-        kind = "draft layers" if first.draft else "layers"
-        planes = ", ".join(
-            f"{plane.role.label} {plane.dtype.value} {_describe_plane(plane)}"
-            for plane in first.planes
-        )
-        yield f"{kind} {first.number}-{last.number}: {planes}"
-
-
-def _follows(layer: Layer, following: Layer) -> bool:
-    return (
-        layer.number + 1 == following.number
-        and layer.draft == following.draft
-        and [_kind(plane) for plane in layer.planes] == [_kind(plane) for plane in following.planes]
-    )
-
-
-def _kind(plane: Plane) -> tuple[object, ...]:
-    return plane.role, plane.dtype, plane.dims, plane.encoding
-
-
-def _describe_plane(plane: Plane) -> str:
-    if plane.is_opaque:
-        heads = f"{plane.heads} heads × " if plane.has_heads else ""
-        return f"{heads}{plane.encoding} of {plane.segment_bytes} bytes"
-    return " × ".join(f"{dim.size} {dim.axis}s" for dim in plane.dims[1:])

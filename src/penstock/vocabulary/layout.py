@@ -20,7 +20,6 @@ has everywhere, and so, over all of its tokens, the same checksum.
 
 The rules:
 
-- Layers and heads are numbered through the whole model, never through a rank.
 - Layers and heads are numbered through the whole model, never through a rank. A cell keeps its
   name, and so its checksum, whichever rank holds it.
 - A cut goes along heads, layers and tokens, never through a number whose parts nobody knows. An
@@ -41,10 +40,8 @@ from penstock.vocabulary.planes import (
     Axis,
     Dim,
     DType,
-    Extent,
     Plane,
     PlaneRole,
-    coalesce,
     dense_strides,
     opaque_plane,
     pair_from_strides,
@@ -313,23 +310,6 @@ class Layout:
         """How many bytes each buffer must have at least."""
         by_buffer = sorted(_planes_by_buffer(self.groups).items())
         return {buffer: max(plane.end for plane in planes) for buffer, planes in by_buffer}
-
-    def cell_extents(self, block: int, cell: Cell) -> list[Extent]:
-        """Where the bytes of a cell of this layout lie, in canonical order."""
-        return coalesce(
-            extent
-            for segment in cell.segments
-            for extent in segment.plane.extents(block, segment.local_head)
-        )
-
-    def block_extents(self, block: int) -> list[Extent]:
-        """Where the bytes of a block lie, in canonical order."""
-        return coalesce(extent for cell in self.cells for extent in self.cell_extents(block, cell))
-
-    def only(self, group: int) -> Layout:
-        """The layout of one group by itself."""
-        group = as_int("group", group, 0, len(self.groups) - 1)
-        return Layout(groups=(self.groups[group],), block_tokens=self.block_tokens)
 
     def packed(self, *, block_count: int, slot_bytes: int | None = None) -> Layout:
         """The same blocks in canonical order: one buffer, block after block.
@@ -601,18 +581,6 @@ def narrow(layout: Layout, cuts: Sequence[Cut]) -> Layout:
     """The layout with one group for each cut, in their order, and nothing else."""
     groups = tuple(_cut_group(layout, cut) for cut in cuts)
     return Layout(groups=groups, block_tokens=layout.block_tokens)
-
-
-def cell_positions(layout: Layout, cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Where in `layout.cells` the cells of `narrow(layout, cuts)` are: to pick their sums."""
-    places = {
-        (cell.group, cell.layer, cell.head, cell.segments[0].plane.has_heads): position
-        for position, cell in enumerate(layout.cells)
-    }
-    return tuple(
-        places[cuts[cell.group].group, cell.layer, cell.head, cell.segments[0].plane.has_heads]
-        for cell in narrow(layout, cuts).cells
-    )
 
 
 def token_window(layout: Layout, *, first: int, count: int) -> Layout:

@@ -16,11 +16,6 @@ K and V packed into one tensor are two planes whose bytes interleave: the axis t
 them apart becomes a difference in offset. An *opaque* plane says only how many bytes a
 block has, or each head of a block; its `encoding` names what the engine made of them.
 
-
-
-An `Extent` is a run of bytes in a place, such as a buffer of a layout. Joining extents never
-changes the order of bytes: read one after the other, they spell the same bytes before and after.
-
 The rules:
 
 - A name that is not in the table is refused, because a guessed size would read the wrong bytes.
@@ -40,7 +35,7 @@ import numpy as np
 from penstock.vocabulary.arguments import INT_MAX, require_type, set_ints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -247,11 +242,6 @@ class Plane:
         return tuple(dim for dim in self.dims if dim.size > 1)
 
     @property
-    def is_opaque(self) -> bool:
-        """Whether the order of its bytes is known to the engine alone."""
-        return bool(self.encoding)
-
-    @property
     def block_count(self) -> int:
         """How many blocks it has room for."""
         return self._count(Axis.BLOCK)
@@ -322,11 +312,6 @@ class Plane:
             steps = np.arange(dim.size, dtype=np.int64) * dim.stride
             offsets = np.add.outer(offsets, steps).reshape(-1)
         return offsets, run_bytes
-
-    def extents(self, block: int, head: int = 0) -> list[Extent]:
-        """The runs of one block and head, as extents in the plane's buffer."""
-        offsets, run_bytes = self.runs(block, head)
-        return [Extent(self.buffer, offset, run_bytes) for offset in offsets.tolist()]
 
     def view(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
         """The plane's numbers in `buffer`, as unsigned integers of the same size.
@@ -505,55 +490,3 @@ def _require_equal_lengths(
 
 def _spell(dims: Sequence[Dim]) -> str:
     return ", ".join(f"{dim.axis} {dim.size} every {dim.stride}" for dim in dims)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
-    """`length` bytes from `offset` on, in `place`."""
-
-    place: int
-    offset: int
-    length: int
-
-    def __post_init__(self) -> None:
-        if self.place < 0:
-            raise ValueError(f"place is {self.place}, must be at least 0")
-        if self.offset < 0:
-            raise ValueError(f"offset is {self.offset}, must be at least 0")
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}, must be at least 1")
-
-    @property
-    def end(self) -> int:
-        """The offset of the first byte behind it."""
-        return self.offset + self.length
-
-    def split(self, at: int) -> tuple[Extent, Extent]:
-        """Its first `at` bytes, and the rest."""
-        if not 0 < at < self.length:
-            raise ValueError(f"at is {at}, must be from 1 to {self.length - 1}")
-        return (
-            Extent(self.place, self.offset, at),
-            Extent(self.place, self.offset + at, self.length - at),
-        )
-
-    def adjoins(self, following: Extent) -> bool:
-        """Whether `following` starts where this one ends."""
-        return self.place == following.place and self.end == following.offset
-
-    def merge(self, following: Extent) -> Extent:
-        """This extent and the adjacent one that follows it, as one."""
-        if not self.adjoins(following):
-            raise ValueError(f"following is {following}, must start where {self} ends")
-        return Extent(self.place, self.offset, self.length + following.length)
-
-
-def coalesce(extents: Iterable[Extent]) -> list[Extent]:
-    """The same bytes in the same order, in as few extents as that order allows."""
-    merged: list[Extent] = []
-    for extent in extents:
-        if merged and merged[-1].adjoins(extent):
-            merged[-1] = merged[-1].merge(extent)
-        else:
-            merged.append(extent)
-    return merged

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.route_copying import RouteCopier
+from lab.fixtures.shards import Shard
 from penstock.handoff.driver import parts as array_parts
 from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.handoff.protocol.grid import cut, missing_blocks
-from penstock.testing.route_copying import RouteCopier
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
-from penstock.vocabulary.form import Form, Shard
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import Axis, DType
 from penstock.vocabulary.reshard import plan_reshard

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from lab.fixtures.shards import Shard
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Identity, Life, form_facts, misfit
 from penstock.handoff.protocol.states import Role
-from penstock.vocabulary.form import Form, Shard
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType
 

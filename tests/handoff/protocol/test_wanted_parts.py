@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.shards import Shard
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.grid import missing_blocks
 from penstock.handoff.protocol.identity import form_facts
 from penstock.handoff.protocol.settings import HandoffBounds
-from penstock.vocabulary.form import Form, Shard
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import plan_reshard

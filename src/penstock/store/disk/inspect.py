@@ -43,7 +43,6 @@ from penstock.store.disk.format import (
     sound_rows,
 )
 from penstock.vocabulary.checksums import CellSpan
-from penstock.vocabulary.form import StorageFormat
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -558,7 +557,7 @@ class _FormFiles:
         if name not in self._read:
             self._read[name] = read_form(self._folder, name)
         form = self._read[name]
-        if form is None or form.storage is not StorageFormat.PACKED:
+        if form is None:
             return None
         fits = (
             form.layout.block_bytes == head["block_bytes"]
