@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import TYPE_CHECKING
 
+from lab.fixtures.frozen import freeze
 from lab.sim.checkers import (
     KvReader,
     Model,
@@ -198,11 +199,11 @@ class World:
 
     def watch(self, *, always: bool = False) -> None:
         """Remembers the state of the cache, in case the next event is refused."""
-        self._frozen = self.machine.freeze() if always or self.conditions.watchful else None
+        self._frozen = freeze(self.machine) if always or self.conditions.watchful else None
 
     def check_unchanged(self) -> None:
         """What was refused has changed nothing."""
-        if self._frozen is not None and self.machine.freeze() != self._frozen:
+        if self._frozen is not None and freeze(self.machine) != self._frozen:
             raise SimulationError("refusal", "an event was refused, but changed something")
 
     def run_until_quiet(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lab.fixtures.frozen import freeze_departed
 from penstock.cache.explain import Departed, Departure, Miss, MissReason
 
 EVICTED = Departure(MissReason.EVICTED, "host", "lru", 1.0)
@@ -73,7 +74,7 @@ def test_the_memory_freezes_in_order_of_departure() -> None:
     departed.add([b"a"], EVICTED)
     departed.add([b"b"], CORRUPT)
 
-    assert departed.freeze() == ((b"a", "evicted", "host"), (b"b", "corrupt", "disk"))
+    assert freeze_departed(departed) == ((b"a", "evicted", "host"), (b"b", "corrupt", "disk"))
 
 
 def test_a_miss_says_which_block_and_why() -> None:

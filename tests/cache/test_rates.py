@@ -7,12 +7,13 @@ from statistics import median_high
 
 import pytest
 
+from lab.fixtures.frozen import freeze_hop, freeze_median
 from penstock.cache.rates import SAMPLE_COUNT, STEPS_TO_TELL, HopMeter, MovingMedian
 
 
 def sample_count(rate: MovingMedian) -> int:
     """How many samples it is the median of."""
-    _, *samples = rate.freeze()
+    _, *samples = freeze_median(rate)
     return len(samples)
 
 
@@ -191,4 +192,4 @@ def test_meters_with_different_numbers_of_overdue_blocks_are_not_in_the_same_sta
     one_late.end(1, now=0.0, whole=False)
 
     assert all_late.queued == one_late.queued
-    assert all_late.freeze() != one_late.freeze()
+    assert freeze_hop(all_late) != freeze_hop(one_late)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.eviction import POLICIES
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import Purpose
@@ -266,12 +267,12 @@ def test_a_refused_request_changes_nothing(make_driver: MakeDriver, eviction: st
     driver = make_driver(device=6, host=8, eviction=eviction)
     driver.store("abc", "x", "x", "x")
     driver.acquire("q")
-    before, order = driver.machine.freeze(), driver.leaving_order()
+    before, order = freeze(driver.machine), driver.leaving_order()
 
     with pytest.raises(CapacityError) as refused:
         driver.acquire("abxyz")
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.leaving_order() == order
     assert (refused.value.tier, refused.value.wanted, refused.value.available) == ("device", 4, 2)
 
@@ -341,25 +342,25 @@ def test_a_request_that_makes_no_sense_is_refused(
     make_driver: MakeDriver, keys: int, token_count: int, says: str
 ) -> None:
     driver = make_driver(device=8)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=says):
         driver.handle(
             ev.Acquire(request="r", keys=driver.keys("abc")[:keys], token_count=token_count)
         )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_prompt_with_a_key_twice_is_refused(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8)
     driver.store("a")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="a key occurs twice"):
         driver.handle(ev.Acquire(request="r", keys=[driver.key("a")] * 2, token_count=5))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_no_request_is_served_while_a_rank_is_lost(make_driver: MakeDriver) -> None:
@@ -397,7 +398,7 @@ def test_a_lease_that_waits_cannot_compute(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8, host=8)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     for event in (
         ev.Grow(lease=lease, token_count=9),
@@ -407,7 +408,7 @@ def test_a_lease_that_waits_cannot_compute(make_driver: MakeDriver) -> None:
         with pytest.raises(LeaseError, match="is loading"):
             driver.handle(event)
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_what_a_refused_request_had_matched_may_leave_for_another(make_driver: MakeDriver) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState, OperationState, SlotState
@@ -297,11 +298,11 @@ def test_the_audit_finds(driver: Driver, plant: Callable[[Books], None], says: s
 
 
 def test_the_audit_changes_nothing(driver: Driver) -> None:
-    before, order = driver.machine.freeze(), driver.leaving_order()
+    before, order = freeze(driver.machine), driver.leaving_order()
 
     audit(driver.books)
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.leaving_order() == order
 
 

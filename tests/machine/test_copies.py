@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
@@ -226,7 +227,7 @@ def test_a_fault_outside_the_operation_is_refused_and_changes_nothing(
     make_driver: MakeDriver,
 ) -> None:
     driver, copy = saving(make_driver)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     for position in (2, -1):
         with pytest.raises(ValueError, match=f"faults: position {position} is outside"):
@@ -236,7 +237,7 @@ def test_a_fault_outside_the_operation_is_refused_and_changes_nothing(
                 )
             )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 # -------------------------------------------------------------------- cancelled and expired
@@ -319,24 +320,24 @@ def test_a_late_success_fills_nothing(make_driver: MakeDriver) -> None:
 def test_a_second_report_of_a_rank_is_dropped_and_counted(make_driver: MakeDriver) -> None:
     driver, copy = saving(make_driver, ranks=2)
     driver.report(copy, rank=0)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     driver.handle(ev.CopyReport(operation=copy.operation, rank=0, failure="twice"))
 
     assert driver.effects == []
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.machine.statistics().reports_late == 1
 
 
 def test_a_report_after_the_end_is_dropped_and_counted(make_driver: MakeDriver) -> None:
     driver, copy = saving(make_driver)
     driver.complete(copy)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     for _ in range(3):
         driver.handle(ev.CopyReport(operation=copy.operation, rank=0))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.machine.statistics().reports_late == 3
 
 
@@ -347,11 +348,11 @@ def test_an_answer_to_another_life_is_dropped_and_counted(
     make_driver: MakeDriver, change: dict[str, int]
 ) -> None:
     driver, copy = saving(make_driver)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     driver.handle(ev.CopyReport(operation=copy.operation._replace(**change), rank=0))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.machine.statistics().reports_late == 1
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import Outcome, Purpose
 from penstock.cache.states import LeaseState
@@ -406,11 +407,11 @@ def test_a_block_of_our_own_form_outweighs_a_foreign_one(make_driver: MakeDriver
 def test_what_is_discovered_twice_is_there_once(make_driver: MakeDriver) -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     driver.discover(1, "ab")
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_block_discovered_before_the_one_it_follows_leaves_before_it(
@@ -469,32 +470,32 @@ def test_a_discovery_that_makes_no_sense_changes_nothing(
         "parents": [None, keys[0]],
         "slots": np.array([5, 6], np.int32),
     }
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=says):
         driver.handle(ev.Discovered(**(event | change)))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_block_that_follows_itself_is_refused(make_driver: MakeDriver) -> None:
     driver = make_driver(host=8)
     keys = driver.keys("a")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="parents"):
         driver.handle(ev.Discovered(tier=1, keys=keys, parents=keys, slots=np.zeros(1, np.int32)))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_blocks_that_follow_each_other_in_a_circle_are_refused(make_driver: MakeDriver) -> None:
     driver = make_driver(host=8)
     keys = driver.keys("ab")
     slots = np.arange(2, dtype=np.int32)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="parents"):
         driver.handle(ev.Discovered(tier=1, keys=keys, parents=keys[::-1], slots=slots))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before

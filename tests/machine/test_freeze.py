@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.operations import Purpose
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
@@ -39,7 +40,7 @@ def a_busy_cache(make_driver: MakeDriver) -> Driver:
 def test_equal_histories_freeze_to_equal_tuples(make_driver: MakeDriver) -> None:
     first, second = a_busy_cache(make_driver), a_busy_cache(make_driver)
 
-    assert first.machine.freeze() == second.machine.freeze()
+    assert freeze(first.machine) == freeze(second.machine)
 
 
 def test_a_replay_of_all_events_freezes_to_the_same(make_driver: MakeDriver) -> None:
@@ -49,25 +50,25 @@ def test_a_replay_of_all_events_freezes_to_the_same(make_driver: MakeDriver) -> 
     for event, now in driver.past:
         replay.handle(event, now)
 
-    assert replay.freeze() == driver.machine.freeze()
+    assert freeze(replay) == freeze(driver.machine)
 
 
 def test_a_frozen_state_can_be_hashed_and_holds_no_live_parts(make_driver: MakeDriver) -> None:
     driver = a_busy_cache(make_driver)
-    frozen = driver.machine.freeze()
+    frozen = freeze(driver.machine)
     number = hash(frozen)
 
     driver.finish()
     driver.reset()
 
     assert hash(frozen) == number
-    assert frozen != driver.machine.freeze()
+    assert frozen != freeze(driver.machine)
 
 
 def test_freezing_changes_nothing(make_driver: MakeDriver) -> None:
     driver = a_busy_cache(make_driver)
 
-    assert driver.machine.freeze() == driver.machine.freeze()
+    assert freeze(driver.machine) == freeze(driver.machine)
 
 
 def test_every_change_that_decides_something_shows(make_driver: MakeDriver) -> None:
@@ -84,24 +85,24 @@ def test_every_change_that_decides_something_shows(make_driver: MakeDriver) -> N
         "expiry": lambda driver: driver.tick(after_s=10.0),
         "hint": lambda driver: driver.acquire("uv", priority=7),
     }
-    unchanged = a_busy_cache(make_driver).machine.freeze()
+    unchanged = freeze(a_busy_cache(make_driver).machine)
 
     frozen = {unchanged}
     for change in changes.values():
         driver = a_busy_cache(make_driver)
         change(driver)
-        frozen.add(driver.machine.freeze())
+        frozen.add(freeze(driver.machine))
 
     assert len(frozen) == 1 + len(changes)
 
 
 def test_what_only_explains_does_not_show(make_driver: MakeDriver) -> None:
     driver = a_busy_cache(make_driver)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     driver.machine.take_kv_events()
     driver.machine.story("request 1")
     driver.machine.statistics()
     driver.handle(ev.Lookup(keys=driver.keys("abc")))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before

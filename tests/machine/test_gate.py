@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.rates import STEPS_TO_TELL
@@ -328,12 +329,12 @@ def test_the_slowest_rank_decides_how_fast_a_hop_is(make_driver: MakeDriver) -> 
 def test_a_speed_that_makes_no_sense_is_refused(
     driver: Driver, token_count: int, seconds: float
 ) -> None:
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="must be"):
         driver.handle(ev.Computed(token_count=token_count, seconds=seconds))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 # ---------------------------------------------------------------- engines that offload
@@ -412,8 +413,8 @@ def test_blocks_that_wait_below_the_hub_are_weighed_with_both_hops(make_driver: 
 
 
 def test_a_lookup_decides_nothing_for_the_next_one(offload: Driver) -> None:
-    before = offload.machine.freeze()
+    before = freeze(offload.machine)
 
     lookup(offload, "abcd")
 
-    assert offload.machine.freeze() == before
+    assert freeze(offload.machine) == before

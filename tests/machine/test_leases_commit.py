@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings
@@ -302,7 +303,7 @@ def test_a_commit_that_makes_no_sense_changes_nothing(
     driver = make_driver()
     lease = driver.acquire("ab").lease
     driver.commit(lease, "a")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=says):
         driver.handle(
@@ -311,18 +312,18 @@ def test_a_commit_that_makes_no_sense_changes_nothing(
             )
         )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_commit_with_a_key_twice_changes_nothing(make_driver: MakeDriver) -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="a key occurs twice"):
         driver.handle(ev.Commit(lease=lease, token_count=4, keys=[driver.key("a")] * 2))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_published_block_is_paid_for_by_its_tenant(make_driver: MakeDriver) -> None:

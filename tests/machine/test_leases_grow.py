@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
@@ -62,12 +63,12 @@ def test_a_lease_that_cannot_grow_is_as_it_was(make_driver: MakeDriver) -> None:
     driver.store("x")
     granted = with_tail(driver, "a")
     driver.acquire("", more_tokens=1)
-    before, order = driver.machine.freeze(), driver.leaving_order()
+    before, order = freeze(driver.machine), driver.leaving_order()
 
     with pytest.raises(CapacityError) as refused:
         driver.grow(granted.lease, 8)
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.leaving_order() == order
     assert (refused.value.wanted, refused.value.available) == (2, 1)
 
@@ -78,12 +79,12 @@ def test_room_for_what_is_no_number_of_tokens_is_refused(
 ) -> None:
     driver = make_driver(device=4)
     granted = with_tail(driver, "a")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=r"token_count is .*, must be an int of at least 0"):
         driver.grow(granted.lease, token_count)
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_growing_by_nothing_evicts_nothing(make_driver: MakeDriver) -> None:
@@ -153,13 +154,13 @@ def test_an_unfinished_block_shared_with_a_fork_is_not_written_before_it_is_copi
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     for lease in (granted.lease, fork.lease):
         with pytest.raises(LeaseError, match="shares its unfinished block with a fork: grow it"):
             driver.commit(lease, "ab")
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_growing_copies_an_unfinished_block_that_is_shared(make_driver: MakeDriver) -> None:
@@ -292,12 +293,12 @@ def test_copy_on_write_without_room_changes_nothing(make_driver: MakeDriver) -> 
     driver = make_driver(device=2)
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(CapacityError):
         driver.grow(fork.lease, 4)
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_fork_of_a_request_that_opted_out_of_storing_stores_nothing_either(

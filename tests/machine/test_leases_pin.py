@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.eviction import POLICIES
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
@@ -112,13 +113,13 @@ def test_a_reset_takes_pinned_blocks_too(make_driver: MakeDriver) -> None:
 def test_pins_are_limited_to_a_share_of_the_smallest_tier(make_driver: MakeDriver) -> None:
     driver = make_driver(device=12, host=8, pin_share=0.5)
     driver.pin("abc")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(CapacityError) as refused:
         driver.pin("xy")
 
     assert (refused.value.tier, refused.value.wanted, refused.value.available) == ("host", 2, 1)
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_key_pinned_twice_counts_once_against_the_limit(make_driver: MakeDriver) -> None:

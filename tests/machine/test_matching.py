@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.eviction import LearnedPolicy
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
@@ -389,13 +390,13 @@ def test_blocks_are_found_down_to_the_tier_one_may_look_in(make_driver: MakeDriv
 
 def test_looking_changes_nothing(make_driver: MakeDriver) -> None:
     driver = with_blocks_in_three_tiers(make_driver)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     find(driver.books, driver.keys("abc"), deepest=3)
     explain(driver.books, driver.keys("abcd"), 3)
     fetchable(driver.books, driver.keys("abc"))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_gap_ends_what_is_found_whatever_lies_behind_it(make_driver: MakeDriver) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
@@ -76,11 +77,11 @@ def test_a_lookup_says_why_there_is_no_more(driver: Driver) -> None:
 def test_a_lookup_changes_nothing(driver: Driver) -> None:
     save(driver, "ab")
     driver.finish()
-    before, order = driver.machine.freeze(), driver.leaving_order(1)
+    before, order = freeze(driver.machine), driver.leaving_order(1)
 
     look(driver, "ab")
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
     assert driver.leaving_order(1) == order
 
 
@@ -422,14 +423,14 @@ def test_a_deadline_may_be_given(driver: Driver) -> None:
 def test_a_load_with_a_deadline_that_is_no_number_changes_nothing(driver: Driver) -> None:
     save(driver, "a")
     driver.finish()
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match="deadline"):
         driver.handle(
             ev.Load(keys=driver.keys("a"), slots=row(7), cause="load", deadline=float("nan"))
         )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_block_is_saved_and_loaded_in_every_group(make_driver: MakeDriver) -> None:

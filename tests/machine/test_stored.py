@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
@@ -177,11 +178,11 @@ def test_blocks_that_a_prefetch_asked_for_do_not_take_the_entries_before_them(
 def test_a_page_of_blocks_that_are_known_changes_nothing(make_driver: MakeDriver) -> None:
     driver = make_driver(host=8, disk=stored())
     driver.store("abc")
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     found(driver, "abc")
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 def test_a_block_that_lies_in_the_hub_is_also_noted_in_the_store(make_driver: MakeDriver) -> None:
@@ -239,12 +240,12 @@ def test_a_page_that_the_driver_got_wrong_is_refused(
 ) -> None:
     driver = make_driver(host=8, disk=stored())
     right: dict[str, Any] = {"tier": STORE, "keys": [driver.key("a")], "parents": [None]}
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=says):
         driver.handle(ev.Discovered(**(right | event)))
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 # -------------------------------------------------------------------- what goes by itself

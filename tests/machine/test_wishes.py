@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.frozen import freeze
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ def test_a_request_with_impossible_wishes_changes_nothing(
     make_driver: MakeDriver, wish: dict[str, float], message: str
 ) -> None:
     driver = make_driver(device=8, host=8)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=message):
         driver.handle(
             ev.Acquire(request="r", keys=driver.keys("ab"), token_count=4, **wish)  # type: ignore[arg-type]
         )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before
 
 
 @pytest.mark.parametrize(("wish", "message"), BAD_WISHES)
@@ -43,11 +44,11 @@ def test_a_save_with_impossible_wishes_changes_nothing(
 ) -> None:
     driver = make_driver(device=None, host=8)
     slots = np.array([[0, 1]], dtype=np.int32)
-    before = driver.machine.freeze()
+    before = freeze(driver.machine)
 
     with pytest.raises(ValueError, match=message):
         driver.handle(
             ev.Save(keys=driver.keys("ab"), slots=slots, cause="r", **wish)  # type: ignore[arg-type]
         )
 
-    assert driver.machine.freeze() == before
+    assert freeze(driver.machine) == before

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import stateful as hs
 from hypothesis import strategies as st
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import FREE, LeaseState
@@ -161,11 +162,11 @@ class CacheLife(hs.RuleBasedStateMachine):
     def acquire(self, tenant: str, tokens: Tokens, **wishes: Any) -> Request | None:
         keys = keys_of(tenant, tokens)
         event = ev.Acquire(request="r", keys=keys, token_count=len(tokens), tenant=tenant, **wishes)
-        before = self.machine.freeze()
+        before = freeze(self.machine)
         try:
             granted = ef.answer(self.send(event), ef.Granted)
         except (CapacityError, UnavailableError):
-            assert self.machine.freeze() == before
+            assert freeze(self.machine) == before
             self.end(self.books.tick, ev.Preempt)
             return None
         self.past.append((tenant, tokens))
@@ -225,11 +226,11 @@ class CacheLife(hs.RuleBasedStateMachine):
             self.compute_up_to(request, min(request.done + count, len(request.tokens)))
 
     def compute_up_to(self, request: Request, target: int) -> None:
-        event, before = ev.Grow(lease=request.lease, token_count=target), self.machine.freeze()
+        event, before = ev.Grow(lease=request.lease, token_count=target), freeze(self.machine)
         try:
             grown = ef.answer(self.send(event), ef.Grown)
         except CapacityError:
-            assert self.machine.freeze() == before
+            assert freeze(self.machine) == before
             return
         request.table, request.state = grown.table.tolist(), grown.state
         if request.state is LeaseState.READY:
@@ -337,10 +338,10 @@ class CacheLife(hs.RuleBasedStateMachine):
     @hs.rule(number=picks)
     @hs.precondition(lambda self: self.landed)
     def report_again(self, number: int) -> None:
-        operation, before = self.landed[number % len(self.landed)], self.machine.freeze()
+        operation, before = self.landed[number % len(self.landed)], freeze(self.machine)
         late = ev.CopyReport(operation=operation, rank=number % 2, failure="late")
         assert self.send(late) == []
-        assert self.machine.freeze() == before
+        assert freeze(self.machine) == before
 
     # ---------------------------------------------------------------- the world
 

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.fixtures.frozen import freeze
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
@@ -236,9 +237,9 @@ def test_an_event_that_is_refused_changes_nothing(seed: int, length: int, evicti
     author = Author(machine, seed)
 
     for now in range(length):
-        event, before = author.event(), machine.freeze()
+        event, before = author.event(), freeze(machine)
         effects = told(machine, event, float(now))
-        assert effects is not None or machine.freeze() == before, event
+        assert effects is not None or freeze(machine) == before, event
         author.note(event, effects or ())
         machine.audit()
 
@@ -255,7 +256,7 @@ def test_refused_events_might_as_well_not_have_been_sent(
         if told(tried, event, float(now)) is not None:
             sifted.handle(event, float(now))
 
-    assert sifted.freeze() == full.freeze()
+    assert freeze(sifted) == freeze(full)
     assert leaving_order(sifted) == leaving_order(full)
 
 
@@ -271,8 +272,8 @@ def test_equal_histories_freeze_to_equal_tuples_with_equal_hashes(
         with suppress(PenstockError, ValueError):
             second.handle(event, float(now))
 
-    assert first.freeze() == second.freeze()
-    assert hash(first.freeze()) == hash(second.freeze())
+    assert freeze(first) == freeze(second)
+    assert hash(freeze(first)) == hash(freeze(second))
 
 
 @thorough
@@ -290,5 +291,5 @@ def test_looking_changes_nothing(seed: int, length: int, eviction: str) -> None:
     looked_at.handle(ev.Lookup(keys=keys_of("abab")), 999.0)
     looked_at.audit()
 
-    assert looked_at.freeze() == left_alone.freeze()
+    assert freeze(looked_at) == freeze(left_alone)
     assert leaving_order(looked_at) == leaving_order(left_alone)

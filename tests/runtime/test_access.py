@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.frozen import freeze
 from penstock.errors import AccessError, UnavailableError
 from penstock.testing.writer_process import peer_process
 from tests.runtime.conftest import Engine, configure
@@ -105,7 +106,7 @@ def calls_of(cache: penstock.Cache, lease: penstock.Lease) -> dict[str, Callable
 def test_a_call_from_another_thread_is_refused_and_changes_nothing() -> None:
     cache = open_cache()
     lease = cache.acquire([1, 2, 3])
-    before = (cache._driver.machine.freeze(), cache.statistics())
+    before = (freeze(cache._driver.machine), cache.statistics())
 
     for call in (*calls_of(cache, lease).values(), cache.health, cache.close):
         error = in_thread(call)
@@ -113,7 +114,7 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing() -> None:
         assert f"is used by thread {threading.get_ident()}, and was called by" in str(error)
         assert "adopt_thread()" in str(error)
 
-    assert (cache._driver.machine.freeze(), cache.statistics()) == before
+    assert (freeze(cache._driver.machine), cache.statistics()) == before
     lease.release()
     cache.close()
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
+from lab.fixtures.frozen import freeze
 from penstock.errors import PenstockError
 from penstock.runtime.base import BaseCache
 from penstock.runtime.copy_executor import EngineSteps
@@ -113,7 +114,7 @@ class Scene:
     def freeze(self) -> list[object]:
         frozen: list[object] = []
         for each in (self.cache, self.offload, self.owner):
-            frozen += [each._driver.machine.freeze(), each.statistics(), each.health()]
+            frozen += [freeze(each._driver.machine), each.statistics(), each.health()]
             each.audit()
         lease = self.lease
         told = (lease.state, lease.token_count, lease.cached_tokens, lease.block_table.tolist())

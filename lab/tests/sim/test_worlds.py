@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.frozen import freeze
 from lab.sim.campaign import run_campaign, run_seeds
 from lab.sim.conditions import Plenty
 from lab.sim.scenarios import Scenario
@@ -84,7 +85,7 @@ def test_the_events_of_a_world_lead_a_second_machine_to_the_same_state(seed: int
         with contextlib.suppress(CapacityError, LeaseError, UnavailableError, ValueError):
             second.handle(event, now)
 
-    assert second.freeze() == world.machine.freeze()
+    assert freeze(second) == freeze(world.machine)
 
 
 def test_the_weather_knows_worlds_of_every_kind() -> None:

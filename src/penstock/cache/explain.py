@@ -127,9 +127,6 @@ class Departed:
         left = self._by_key.get(key)
         return left.tier if left is not None and left.reason is MissReason.REFUSED else ""
 
-    def freeze(self) -> tuple[tuple[Key, str, str], ...]:
-        return tuple((key, left.reason.value, left.tier) for key, left in self._by_key.items())
-
 
 _KEYS_PER_ENTRY = 64
 """On average; a few entries may hold thousands, if the others hold few."""

@@ -59,10 +59,6 @@ class MovingMedian:
             return None
         return self._sorted[len(self._sorted) // 2]
 
-    def freeze(self) -> tuple[float, ...]:
-        """The samples, oldest first, and when the last came."""
-        return (self._at, *self._recent)
-
     def _stale(self, now: float) -> bool:
         return now - self._at > self._age_s
 
@@ -145,11 +141,6 @@ class HopMeter:
         """A step of the engine: ends a stretch, if anything arrived in it."""
         self._sample()
         self._asked_by_tick.append(self._asked)
-
-    def freeze(self) -> tuple[object, ...]:
-        late = tuple(max(0, asked - self._over) for asked in self._asked_by_tick)
-        times = (self._since, self._last, self._arrived, self._overdue)
-        return (self.queued, late, times, self.seen.freeze(), self.bound.freeze())
 
     def _sample(self) -> None:
         seconds = self._last - self._since

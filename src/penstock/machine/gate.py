@@ -78,10 +78,6 @@ class Rates:
         for meter in self.hops.values():
             meter.tick()
 
-    def freeze(self) -> tuple[object, ...]:
-        hops = tuple((pair, meter.freeze()) for pair, meter in self.hops.items())
-        return (self.prefill.freeze(), hops)
-
 
 def computed(books: Books, event: Computed, now: float) -> None:
     """Takes how long the engine's prefill took."""

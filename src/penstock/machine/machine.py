@@ -17,7 +17,7 @@ from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import acquire, copies, faults, gate, leases, offload, writes
 from penstock.machine import events as ev
-from penstock.machine.audit import audit, freeze
+from penstock.machine.audit import audit
 from penstock.machine.books import Books
 from penstock.machine.matching import find
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
@@ -197,10 +197,6 @@ class CacheMachine:
     def kv_snapshot(self) -> Snapshot:
         """All that can be matched now, tier by tier."""
         return self._books.kv_events.snapshot(self._books.nodes, self._books.owned_tiers())
-
-    def freeze(self) -> tuple[object, ...]:
-        """The whole state as nested tuples: equal states freeze to equal tuples."""
-        return freeze(self._books)
 
     def _follow_up(self, now: float) -> None:
         """Deals with operations that ended within this event."""
