@@ -162,7 +162,7 @@ def notice_loads_late(engine: Engine, polls: int) -> None:
     executor = links.executor
     movers = dict(executor.movers)
     movers[1, 0] = LateLoads(movers[1, 0], polls)  # type: ignore[assignment]
-    executor._movers = movers
+    executor.movers = movers
     executor._states = [_MoverState(mover) for mover in movers.values()]
     executor.steps = EngineSteps(movers)
 

@@ -183,10 +183,10 @@ def test_a_plan_has_a_bound_whatever_it_is_made_of(
 ) -> None:
     fleet: Fleet = make_fleet(ranks=1)
     monkeypatch.setattr(rank_links, "PLAN_BYTES", 10 * NAME_BYTES_MAX)
-    queue = fleet.owner._driver.links._queue  # type: ignore[attr-defined]
+    queue = fleet.owner._driver.links
     names = [OperationId(7, 0, number) for number in range(1, 26)]
     for name in names:
-        queue.put(ef.Abandon(operation=name))
+        queue.order(ef.Abandon(operation=name))
         queue.ask(name)
         queue.ask(name)  # A question that waits is not asked twice.
 

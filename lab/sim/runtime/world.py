@@ -80,7 +80,7 @@ class WatchedLinks(ChannelLinks):
         return self.world.live_until(self._heard, deadline)
 
     def _heard(self) -> bool:
-        return bool(self._queue) or any(link.channel.ready for link in self._links.values())
+        return self.has_plan or any(link.channel.ready for link in self._links.values())
 
 
 class WatchedDriver(Driver):

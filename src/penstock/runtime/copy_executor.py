@@ -260,19 +260,15 @@ class CopyExecutor:
         """Tiers that nothing here can reach, although they are there, and why."""
         self.connect_s: dict[int, float] = {}
         """How long it took to have the device's copies reach each tier, by its index."""
-        self._movers = self._connect()
-        self._states = [_MoverState(mover) for mover in self._movers.values()]
-        self.steps = EngineSteps(self._movers)
+        self.movers = self._connect()
+        """The mover of each pair of tiers that exchange blocks: (from, to)."""
+        self._states = [_MoverState(mover) for mover in self.movers.values()]
+        self.steps = EngineSteps(self.movers)
         """What the engine calls around its steps."""
         self._device_wait_s = device_wait_s
         self._waits_since: float | None = None
         """When the wait for the device began that has not seen any of its copies end."""
         self._mover_of: dict[OperationId, Mover] = {}
-
-    @property
-    def movers(self) -> Mapping[tuple[int, int], Mover]:
-        """The mover of each pair of tiers that exchange blocks: (from, to)."""
-        return self._movers
 
     @property
     def busy(self) -> bool:
@@ -289,7 +285,7 @@ class CopyExecutor:
 
     def submit(self, copy: Copy) -> None:
         """Takes a copy in; its work is done in `collect`."""
-        mover = self._movers[copy.source, copy.target]
+        mover = self.movers[copy.source, copy.target]
         self._mover_of[copy.operation] = mover
         mover.submit(copy)
 
@@ -402,10 +398,10 @@ class CopyExecutor:
         may still touch it.
         """
         self.fence()
-        for each in (*self._movers.values(), *self.stores):
+        for each in (*self.movers.values(), *self.stores):
             _give_back(each)
         self.steps.close()
-        self._movers, self._states = {}, []
+        self.movers, self._states = {}, []
         self.stores = ()
 
     def _connect(self) -> dict[tuple[int, int], Mover]:
@@ -432,17 +428,14 @@ class CopyExecutor:
 
     def _give_back_refused(self) -> None:
         """Memory that nothing here can use is not kept from others."""
+        device: object = self.stores[DEVICE]
         for tier in self.refused:
-            _forget(self.stores[DEVICE], self.stores[tier])
+            if isinstance(device, RegistersHosts):
+                device.forget(self.stores[tier])
             _give_back(self.stores[tier])
         self.stores = tuple(
             None if tier in self.refused else store for tier, store in enumerate(self.stores)
         )
-
-
-def _forget(device: object, host: object) -> None:
-    if isinstance(device, RegistersHosts):
-        device.forget(host)
 
 
 def _give_back(each: object) -> None:

@@ -479,7 +479,7 @@ class Driver:
                 self.links.ask(operation)
 
     def _exchange(self, budget_bytes: int) -> list[ef.Effect]:
-        """Takes what ranks report, and sends them what was ordered."""
+        """Takes what ranks and the store report."""
         effects: list[ef.Effect] = []
         for report in self.links.collect(budget_bytes=budget_bytes):
             if isinstance(report, CopyReport):
@@ -487,7 +487,6 @@ class Driver:
             effects += self._take_report(self._checked(report))
         if self.stored is not None:
             effects += self._exchange_with_store(self.stored)
-        self.links.dispatch()
         return effects
 
     def _exchange_with_store(self, stored: StoredTiers) -> list[ef.Effect]:

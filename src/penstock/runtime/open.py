@@ -101,16 +101,7 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     wait_s = as_seconds("wait_for_tiers_s", wait_for_tiers_s, zero=True)
     _require_managed(config)
     config.namespace()  # Here, not at the first request, a salt is missed that cannot be read.
-    if ranks is not None:
-        _require_no_memory(kv, layout, keeper)
-        return _with_tiers(Cache(_drive_others(config, ranks)), wait_s)
-    _require_parts(layout, None, keeper)
-    _require_one_rank(config)
-    if kv is not None and not config.model.kv_dtype:
-        model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
-        config = replace(config, model=model)
-    rank = _open_rank(config, 0, kv, layout, None, keeper)
-    return _with_tiers(Cache(_drive_here(config, rank)), wait_s)
+    return _with_tiers(Cache(_driven(config, kv, layout, keeper, ranks)), wait_s)
 
 
 def open_offload(
@@ -130,13 +121,27 @@ def open_offload(
     wait_s = as_seconds("wait_for_tiers_s", wait_for_tiers_s, zero=True)
     _require_offload(config)
     config.namespace()  # As above.
+    return _with_tiers(Offload(_driven(config, kv, layout, keeper, ranks)), wait_s)
+
+
+def _driven(
+    config: Config,
+    kv: Kv | None,
+    layout: Layout | None,
+    keeper: Keeper | None,
+    ranks: Sequence[RankFacts] | None,
+) -> Driven:
+    """A cache over the rank in this process, or over those in others."""
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
-        return _with_tiers(Offload(_drive_others(config, ranks)), wait_s)
+        return _drive(config, _as_ranks(ranks), None)
     _require_parts(layout, None, keeper)
     _require_one_rank(config)
+    if kv is not None and config.cache.device is not None and not config.model.kv_dtype:
+        model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
+        config = replace(config, model=model)
     rank = _open_rank(config, 0, kv, layout, None, keeper)
-    return _with_tiers(Offload(_drive_here(config, rank)), wait_s)
+    return _drive(config, [rank.facts], rank)
 
 
 def _with_tiers(cache: CacheT, wait_s: float) -> CacheT:
@@ -259,28 +264,17 @@ def _tier_facts(
     )
 
 
-def _drive_here(config: Config, rank: Rank) -> Driven:
-    agreement = agree(config, [rank.facts])
-    incarnation = draw_incarnation()
-    stored, why_not = _stored_tiers(config, [rank.facts], incarnation, rank.offer)
-    driver = Driver(
-        agreement.settings, LocalLink(rank.executor), incarnation=incarnation, stored=stored
-    )
-    driver.ready_s = slowest_ready_s([rank.facts])
-    _switch_off(driver, agreement, why_not)
-    return Driven(config, agreement, driver)
-
-
-def _drive_others(config: Config, ranks: Sequence[RankFacts]) -> Driven:
-    ranks = _as_ranks(ranks)
+def _drive(config: Config, ranks: Sequence[RankFacts], here: Rank | None) -> Driven:
+    """The driver over these ranks, the only one of which may be in this process."""
     agreement = agree(config, ranks)
     incarnation = draw_incarnation()
-    links = MessageLinks(ranks, incarnation)
-    stored, why_not = _stored_tiers(config, ranks, incarnation, None)
+    links = MessageLinks(ranks, incarnation) if here is None else LocalLink(here.executor)
+    offer = None if here is None else here.offer
+    stored, why_not = _stored_tiers(config, ranks, incarnation, offer)
     driver = Driver(agreement.settings, links, incarnation=incarnation, stored=stored)
     driver.ready_s = slowest_ready_s(ranks)
     _switch_off(driver, agreement, why_not)
-    return Driven(config, agreement, driver, ranks)
+    return Driven(config, agreement, driver, ranks if here is None else ())
 
 
 def _stored_tiers(

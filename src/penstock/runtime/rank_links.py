@@ -69,10 +69,6 @@ class RankLinks(Protocol):
         """What ranks have reported since the last call; local copies advance meanwhile."""
         ...
 
-    def dispatch(self) -> None:
-        """Sends what was ordered, unless the engine's messages carry it."""
-        ...
-
     def take_plan(self) -> bytes | None:
         """The next plan that the engine's messages have to carry, if there is one."""
         ...
@@ -90,7 +86,7 @@ class RankLinks(Protocol):
 
     @property
     def self_driven(self) -> bool:
-        """Whether copies end by calling `collect` and `dispatch`, without the engine's messages."""
+        """Whether copies end by calling `collect`, without the engine's messages."""
         ...
 
     def release(self) -> None:
@@ -132,9 +128,6 @@ class LocalLink:
                 operation=ended.operation, rank=0, faults=ended.faults, failure=ended.failure
             )
 
-    def dispatch(self) -> None:
-        """Nothing has to be sent."""
-
     def take_plan(self) -> bytes | None:
         return None
 
@@ -155,36 +148,35 @@ class LocalLink:
         self.executor.close()
 
 
-class PlanQueue:
-    """What ranks have to do, in order, as plans of bounded size."""
+class MessageLinks:
+    """Ranks that the engine's own messages reach: orders, as plans of bounded size."""
 
-    def __init__(self, acknowledgements: Acknowledgements) -> None:
-        self._acknowledgements = acknowledgements
+    self_driven = False
+
+    def __init__(self, ranks: Sequence[RankFacts], incarnation: int) -> None:
+        self.acknowledgements = Acknowledgements(ranks, incarnation)
         self._orders: deque[tuple[Copy | Abandon, tuple[int, ...]]] = deque()
         """With the lives of the ranks at that time: later lives do not carry them out."""
         self._asked: dict[OperationId, None] = {}
         """In order, each once, however often it is asked for until the next plan is taken."""
         self._sequence = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._orders or self._asked)
-
     def ask(self, operation: OperationId) -> None:
         """Adds a question to the next plan."""
         self._asked[operation] = None
 
-    def put(self, effect: Copy | Abandon) -> None:
-        """Adds an order. The machine bounds what is under way, and so this queue."""
-        self._orders.append((effect, self._acknowledgements.lives))
+    def order(self, effect: Copy | Abandon) -> None:
+        """Adds an order. The machine bounds what is under way, and so what waits here."""
+        self._orders.append((effect, self.acknowledgements.lives))
 
     def take_plan(self) -> bytes | None:
-        """The next plan, if there is anything to do."""
-        if not self:
+        """The next plan for every rank, if there is anything to do."""
+        if not self.has_plan:
             return None
         copies: list[Copy] = []
         abandoned: list[OperationId] = []
         size = 0
-        lives = self._orders[0][1] if self._orders else self._acknowledgements.lives
+        lives = self._orders[0][1] if self._orders else self.acknowledgements.lives
         while self._orders and size < PLAN_BYTES:
             effect, ordered_for = self._orders[0]
             if ordered_for != lives:
@@ -200,7 +192,7 @@ class PlanQueue:
             self._orders.popleft()
         asked = self._take_asked(PLAN_BYTES - size)
         self._sequence += 1
-        incarnation = self._acknowledgements.incarnation
+        incarnation = self.acknowledgements.incarnation
         return encode_plan(Plan(incarnation, self._sequence, copies, abandoned, lives, asked))
 
     def _take_asked(self, room_bytes: int) -> list[OperationId]:
@@ -212,35 +204,17 @@ class PlanQueue:
             del self._asked[operation]
         return taken
 
-
-class MessageLinks:
-    """Ranks that the engine's own messages reach, once a step."""
-
-    self_driven = False
-
-    def __init__(self, ranks: Sequence[RankFacts], incarnation: int) -> None:
-        self.acknowledgements = Acknowledgements(ranks, incarnation)
-        self._queue = PlanQueue(self.acknowledgements)
-
-    def order(self, effect: Copy | Abandon) -> None:
-        self._queue.put(effect)
-
-    def ask(self, operation: OperationId) -> None:
-        self._queue.ask(operation)
-
-    def take_plan(self) -> bytes | None:
-        """The next plan for every rank, if there is anything to do."""
-        return self._queue.take_plan()
-
     def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
         return iter(())
 
-    def dispatch(self) -> None:
-        """Nothing: the engine takes the plan itself."""
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan waits to be taken."""
+        return bool(self._orders or self._asked)
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Returns at once while a plan waits to be taken."""
-        return bool(self._queue) or bool(wait_any((), descriptors, deadline=deadline).descriptors)
+        return self.has_plan or bool(wait_any((), descriptors, deadline=deadline).descriptors)
 
     def drop(self, rank: int) -> None:
         """Nothing: reports of the lost life are ignored once the rank is back."""

@@ -41,7 +41,7 @@ from penstock.store.shared.values import HEAD_BYTES
 from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.base import KeepsSums
-from penstock.tiers.host import HostTier, MemoryTier, slots_within, tier_bytes
+from penstock.tiers.host import HostTier, MemoryTier, slots_in, tier_bytes
 from penstock.tiers.linux_memory import require_room
 from penstock.vocabulary.arguments import as_tuple
 from penstock.vocabulary.checksums import SUM_BYTES, Algorithm
@@ -375,7 +375,7 @@ def _sized(order: _Order, config: Config) -> _Order:
     if order.tier.stored:
         slots = size // _stored_bytes(order, size, config)
     else:
-        slots = slots_within(order.layout, size)
+        slots = slots_in(size, order.layout.block_bytes, len(order.layout.cells))
     if slots < 1:
         raise ConfigError(
             f"{order.place}.gib",
