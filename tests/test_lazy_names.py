@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import tensors, toolkit
+from penstock import tensors, testing, toolkit
 from penstock.lazy_names import homes_of
 
 LISTS = ("penstock.exports", "penstock.toolkit", "penstock.tensors")
@@ -40,7 +40,7 @@ def test_the_homes_of_what_needs_torch_exist(name: str) -> None:
     assert re.search(rf"^class {name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", [penstock, toolkit, tensors])
+@pytest.mark.parametrize("module", [penstock, toolkit, tensors, testing])
 def test_a_name_in_no_list_is_no_attribute(module: object) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'opne'"):
         module.opne  # type: ignore[attr-defined] # noqa: B018

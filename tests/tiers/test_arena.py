@@ -127,17 +127,6 @@ def test_an_arena_for_which_there_is_no_room_in_the_address_space_is_an_error() 
         os.close(fd)
 
 
-def test_its_extents_cover_it_in_order_without_gaps() -> None:
-    with Arena.create(10 * PAGE, huge_pages=False) as arena:
-        extents = arena.extents(4 * PAGE + 1)
-
-        starts = [arena.address, arena.address + 4 * PAGE, arena.address + 8 * PAGE]
-        assert extents == [*zip(starts, [4 * PAGE, 4 * PAGE, 2 * PAGE], strict=True)]
-        assert arena.extents(1 << 40) == [(arena.address, arena.size)]
-        with pytest.raises(ValueError, match=f"max_bytes is 5, must be at least a page, {PAGE}"):
-            arena.extents(5)
-
-
 # How it ends.
 
 
@@ -280,13 +269,17 @@ def test_an_arena_of_a_killed_process_is_gone_with_it(name: str) -> None:
 
 def test_every_page_is_in_place_when_an_arena_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "PREFAULT_BYTES", MIB)
-    told: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
 
-    with Arena.create(
-        5 * MIB // 2, huge_pages=False, progress=lambda *ready: told.append(ready)
-    ) as arena:
+    def populate(mapping: mmap.mmap, start: int, length: int) -> None:
+        pieces.append((start, length))
+        arenas.populate_pages(mapping, start, length)
+
+    kernel = MemoryCalls(populate=populate)
+
+    with Arena.create(5 * MIB // 2, huge_pages=False, kernel=kernel) as arena:
         assert bytes_in_place(arena) == arena.size
-        assert told == [(MIB, arena.size), (2 * MIB, arena.size), (arena.size, arena.size)]
+        assert pieces == [(0, MIB), (MIB, MIB), (2 * MIB, arena.size - 2 * MIB)]
         assert arena.ready_s > 0
 
 
@@ -313,11 +306,11 @@ def test_pages_that_the_machine_does_not_give_are_an_error_with_the_reason() -> 
 
 
 def test_an_interruption_leaves_nothing_behind(name: str) -> None:
-    def interrupt(*_: int) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Arena.create(MIB, name=name, progress=interrupt)
+        Arena.create(MIB, name=name, kernel=MemoryCalls(populate=interrupt))
 
     assert holders(name) == set()
 

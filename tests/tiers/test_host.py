@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.tiers import build_lower_tiers
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena, MemoryCalls
-from penstock.tiers.host import HostTier, slot_bytes, slots_within, tier_bytes
+from penstock.tiers.host import HostTier, slot_bytes, slots_in, tier_bytes
 from penstock.vocabulary.checksums import Algorithm, CellSpan
 from penstock.vocabulary.layout import Layout
 from tests.descriptors import open_descriptors
@@ -177,8 +177,8 @@ def test_a_size_is_turned_into_as_many_slots_as_fit(kind: str, slots: int) -> No
     layout = LAYOUTS[kind]
     size = tier_bytes(layout, slots)
 
-    assert slots_within(layout, size) == slots
-    assert slots_within(layout, size - 1) == slots - 1
+    assert slots_in(size, layout.block_bytes, len(layout.cells)) == slots
+    assert slots_in(size - 1, layout.block_bytes, len(layout.cells)) == slots - 1
 
 
 def test_a_tier_without_slots_is_refused() -> None:

@@ -210,31 +210,25 @@ class SupervisorRequest(SupervisorMessage, frozen=True, kw_only=True):
     request: int
 
 
-class Hold(SupervisorRequest, frozen=True, kw_only=True):
+class DescriptorRequest(SupervisorRequest, frozen=True, kw_only=True):
+    """The base of requests about a held descriptor."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        require_name(self.name, "name")
+
+
+class Hold(DescriptorRequest, frozen=True, kw_only=True):
     """Hold the descriptor that comes with this, under a name."""
 
-    name: str
 
-    def __post_init__(self) -> None:
-        require_name(self.name, "name")
-
-
-class Fetch(SupervisorRequest, frozen=True, kw_only=True):
+class Fetch(DescriptorRequest, frozen=True, kw_only=True):
     """Send the descriptor that is held under this name."""
 
-    name: str
 
-    def __post_init__(self) -> None:
-        require_name(self.name, "name")
-
-
-class Forget(SupervisorRequest, frozen=True, kw_only=True):
+class Forget(DescriptorRequest, frozen=True, kw_only=True):
     """Close the descriptor that is held under this name."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        require_name(self.name, "name")
 
 
 class StartProcess(SupervisorRequest, frozen=True, kw_only=True):

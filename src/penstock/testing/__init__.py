@@ -26,34 +26,15 @@ Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `L
 `tier_suite.read_slots` and `tier_suite.write_slots`.
 docs/conformance.md has an example.
 
-The one rule: this file loads nothing. Processes that a suite starts are modules of this package,
+The one rule: this file loads no suite. Processes that a suite starts are modules of this package,
 and need neither pytest nor NumPy before their work begins.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-_PLACES = {
-    "BlobStoreSuite": "blob_store_suite",
-    "ChannelSuite": "channel_suite",
-    "CheckingMoverSuite": "mover_suite",
-    "DataTransportSuite": "data_transport_suite",
-    "Ends": "mover_suite",
-    "FailingBlobStoreSuite": "blob_store_suite",
-    "LoadingMoverSuite": "mover_suite",
-    "LocalWriter": "writer_process",
-    "MoverSuite": "mover_suite",
-    "SuiteWriter": "writer_process",
-    "PolicySuite": "policy_suite",
-    "ProcessWriter": "writer_process",
-    "SavingMoverSuite": "mover_suite",
-    "StoreTierSuite": "store_tier_suite",
-    "SumKeepingTierSuite": "tier_suite",
-    "TierSuite": "tier_suite",
-    "failing_seed": "seeds",
-}
+from penstock.lazy_names import homes_of, load_name
 
 if TYPE_CHECKING:
     from penstock.testing.blob_store_suite import BlobStoreSuite as BlobStoreSuite
@@ -76,9 +57,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name not in _PLACES:
-            raise AttributeError(f"module 'penstock.testing' has no attribute {name!r}")
-        return getattr(import_module(f"penstock.testing.{_PLACES[name]}"), name)
+        return load_name(__name__, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_PLACES})
+        return sorted({*globals(), *homes_of(__name__)})

@@ -20,10 +20,9 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,12 +43,10 @@ from penstock.tiers.linux_memory import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
     from numpy.typing import NDArray
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are ready and the bytes that there will be."""
 
 PREFAULT_BYTES = 256 << 20
 """How many bytes of pages are made at a time: about a tenth of a second, without signals."""
@@ -108,7 +105,6 @@ class Arena:
         name: str = "arena",
         huge_pages: bool = True,
         numa_node: int | None = None,
-        progress: Progress | None = None,
         kernel: MemoryCalls | None = None,
     ) -> Self:
         """Makes an arena of at least `size` bytes, all zero, with every page in place.
@@ -126,7 +122,7 @@ class Arena:
             if pages is not Pages.HUGE:  # Those are set aside, and no limit counts them.
                 require_room(size, kernel.read, setting="size", node=node)
             try:
-                fd, mapping, refused = _make(size, name, pages, node, progress, kernel)
+                fd, mapping, refused = _make(size, name, pages, node, kernel)
             except OSError as error:
                 fallbacks += [f"{pages.value} pages: {error.strerror}"]
                 continue
@@ -185,15 +181,6 @@ class Arena:
         """Where it lies in this process; elsewhere in every other."""
         return int(self._require_open().ctypes.data)
 
-    def extents(self, max_bytes: int) -> list[tuple[int, int]]:
-        """Its memory in pieces of whole pages, as (address, length), to be registered."""
-        page = mmap.PAGESIZE
-        if max_bytes < page:
-            raise ValueError(f"max_bytes is {max_bytes}, must be at least a page, {page}")
-        step = max_bytes - max_bytes % page
-        starts = range(0, self.size, step)
-        return [(self.address + start, min(step, self.size - start)) for start in starts]
-
     def give_back(self, start: int, length: int) -> int:
         """Returns the whole pages of a range to the system; returns how many bytes they have.
 
@@ -248,7 +235,6 @@ def _make(
     name: str,
     pages: Pages,
     node: int | None,
-    progress: Progress | None,
     kernel: MemoryCalls,
 ) -> tuple[int, mmap.mmap, list[str]]:
     """A descriptor, its mapping with every page in place, and why it is not bound to `node`."""
@@ -268,7 +254,7 @@ def _make(
         if pages is Pages.TRANSPARENT:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         refused = [] if node is None else _bind(mapping, node, kernel)
-        _prefault(mapping, progress, kernel)
+        _prefault(mapping, kernel)
         undo.pop_all()
     return fd, mapping, refused
 
@@ -282,7 +268,7 @@ def _bind(mapping: mmap.mmap, node: int, kernel: MemoryCalls) -> list[str]:
     return []
 
 
-def _prefault(mapping: mmap.mmap, progress: Progress | None, kernel: MemoryCalls) -> None:
+def _prefault(mapping: mmap.mmap, kernel: MemoryCalls) -> None:
     """Has the kernel make every page now, rather than one by one while requests wait."""
     for start in range(0, len(mapping), PREFAULT_BYTES):
         length = min(PREFAULT_BYTES, len(mapping) - start)
@@ -294,8 +280,6 @@ def _prefault(mapping: mmap.mmap, progress: Progress | None, kernel: MemoryCalls
             # The kernel is older than the advice. The pages hold zeros yet, so zeros may be
             # written; one to a page is enough.
             np.frombuffer(mapping, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
-        if progress is not None:
-            progress(start + length, len(mapping))
 
 
 def round_up(size: int, unit: int) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.tiers.arena import MemoryCalls, Progress
+    from penstock.tiers.arena import MemoryCalls
     from penstock.vocabulary.layout import Layout
 
 
@@ -96,7 +96,6 @@ class HostTier:
         name: str = "host",
         huge_pages: bool = True,
         numa_node: int | None = None,
-        progress: Progress | None = None,
         kernel: MemoryCalls | None = None,
     ) -> Self:
         """Makes a tier in an arena of its own; `Arena.create` explains the wishes.
@@ -109,7 +108,6 @@ class HostTier:
             name=name,
             huge_pages=huge_pages,
             numa_node=numa_node,
-            progress=progress,
             kernel=kernel,
         )
         return cls(layout, slot_count, arena)
@@ -198,13 +196,8 @@ def tier_size(slot_count: int, block_bytes: int, cell_count: int) -> int:
     return _sums_bytes(cell_count, slot_count) + slot_count * _slot_bytes(block_bytes)
 
 
-def slots_within(layout: Layout, size_bytes: int) -> int:
-    """How many slots fit into `size_bytes`, with their sums; 0 if not even one does."""
-    return slots_in(size_bytes, layout.block_bytes, len(layout.cells))
-
-
 def slots_in(size_bytes: int, block_bytes: int, cell_count: int) -> int:
-    """The same, of blocks of which only the size and the number of sums are known."""
+    """How many slots fit into `size_bytes`, with their sums; 0 if not even one does."""
     count = size_bytes // (_slot_bytes(block_bytes) + cell_count * SUM_BYTES)
     # The table of sums ends with a page, for which a slot or a few may have to go.
     while count > 0 and tier_size(count, block_bytes, cell_count) > size_bytes:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.tiers.linux_memory import give_back_private
-from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout
+from penstock.vocabulary.layout import Group, GroupKind, HeadRange, Layer, Layout, with_planes
 from penstock.vocabulary.planes import (
     Axis,
     DType,
@@ -299,19 +299,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> NDArray[np.uint8]:
 
 def _with_buffers(layout: Layout, numbers: Mapping[int, int]) -> Layout:
     """The same layout, with other numbers for its buffers."""
-    groups = tuple(
-        replace(
-            group,
-            layers=tuple(
-                replace(
-                    layer,
-                    planes=tuple(
-                        replace(plane, buffer=numbers[plane.buffer]) for plane in layer.planes
-                    ),
-                )
-                for layer in group.layers
-            ),
-        )
-        for group in layout.groups
-    )
+
+    def renumbered(_layer: Layer, plane: Plane) -> Plane:
+        return replace(plane, buffer=numbers[plane.buffer])
+
+    groups = tuple(with_planes(group, renumbered) for group in layout.groups)
     return Layout(groups=groups, block_tokens=layout.block_tokens)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ from penstock.vocabulary.planes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 ALL_HEADS = 0xFFFF_FFFF
@@ -354,7 +355,8 @@ class Layout:
                     f"block_tokens is {layout.block_tokens} in one layout and "
                     f"{first.block_tokens} in another, must be the same"
                 )
-            groups += [_with_buffers_shifted(group, shift) for group in layout.groups]
+            shifted = partial(_shifted, shift)
+            groups += [with_planes(group, shifted) for group in layout.groups]
             shift += max(layout.buffer_bytes) + 1
         return cls(groups=tuple(groups), block_tokens=first.block_tokens)
 
@@ -538,12 +540,14 @@ def _dense_plane(
     return plane_from_strides(role, dtype, shape=shape, strides=strides, axes=axes, buffer=buffer)
 
 
-def _with_buffers_shifted(group: Group, shift: int) -> Group:
+def _shifted(shift: int, _layer: Layer, plane: Plane) -> Plane:
+    return replace(plane, buffer=plane.buffer + shift)
+
+
+def with_planes(group: Group, change: Callable[[Layer, Plane], Plane]) -> Group:
+    """The same group, with another plane in the place of each."""
     layers = (
-        replace(
-            layer,
-            planes=tuple(replace(plane, buffer=plane.buffer + shift) for plane in layer.planes),
-        )
+        replace(layer, planes=tuple(change(layer, plane) for plane in layer.planes))
         for layer in group.layers
     )
     return replace(group, layers=tuple(layers))
@@ -590,22 +594,8 @@ def token_window(layout: Layout, *, first: int, count: int) -> Layout:
             f"window is {count} tokens from {first} on, must be at least 1 and within the "
             f"{layout.block_tokens} of a block"
         )
-    groups = tuple(
-        replace(
-            group,
-            layers=tuple(
-                replace(
-                    layer,
-                    planes=tuple(
-                        _windowed(plane, layer, layout.block_tokens, first, count)
-                        for plane in layer.planes
-                    ),
-                )
-                for layer in group.layers
-            ),
-        )
-        for group in layout.groups
-    )
+    windowed = partial(_windowed, layout.block_tokens, first, count)
+    groups = tuple(with_planes(group, windowed) for group in layout.groups)
     return Layout(groups=groups, block_tokens=count)
 
 
@@ -658,7 +648,7 @@ def _cut_heads(plane: Plane, skipped: int, count: int) -> Plane:
     )
 
 
-def _windowed(plane: Plane, layer: Layer, block_tokens: int, first: int, count: int) -> Plane:
+def _windowed(block_tokens: int, first: int, count: int, layer: Layer, plane: Plane) -> Plane:
     if count == block_tokens:
         return plane
     per_position = block_tokens // plane.tokens
