@@ -28,7 +28,7 @@ from tests.store.redis_server import free_port
         ("segment_gib", {"master": "a:1", "segment_gib": -1}),
         ("segment_gib", {"master": "a:1", "segment_gib": float("nan")}),
         ("segment_gib", {"master": "a:1", "segment_gib": "1"}),
-        ("replica_count", {"master": "a:1", "replica_count": 0}),
+        ("replicas", {"master": "a:1", "replicas": 0}),
         ("staging_mib", {"master": "a:1", "staging_mib": 0}),
         ("staging_mib", {"master": "a:1", "staging_mib": 1.5}),
         ("threads", {"master": "a:1", "threads": 65}),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 from obstore.store import AzureStore, GCSStore
 
-from penstock.config.shared_stores import ObjectSettings, Secret
+from penstock.config.shared_stores import ObjectSettings
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.clients.blobs import (
     BlobOutcome,
@@ -75,8 +75,8 @@ class S3:
         return ObjectSettings(
             url=f"s3://bucket/{prefix}",
             endpoint=endpoint or self.endpoint,
-            key_id=Secret(file=str(self._secret)),
-            secret=Secret(file=str(self._secret)),
+            key_id_file=str(self._secret),
+            secret_file=str(self._secret),
         )
 
     def stop(self) -> None:
@@ -539,12 +539,18 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         ({"endpoint": "http://u:p@minio"}, r"^endpoint: is 'http://\*\*\*', must be"),
         ({"url": "gs://bucket", "region": "eu"}, "^region: is given, which has no effect with gs"),
         ({"url": "file:///kv", "ca_file": "x"}, "^ca_file: is given, which has no effect"),
-        ({"key_id": Secret(variable="ID")}, "^key_id: is given without secret, must be both"),
-        ({"secret": Secret(variable="KEY")}, "^secret: is given without key_id, must be both"),
+        (
+            {"key_id_env": "ID"},
+            "^key_id_env: is given without secret_file or secret_env, must be both",
+        ),
+        (
+            {"secret_env": "KEY"},
+            "^secret_env: is given without key_id_file or key_id_env, must be both",
+        ),
         ({"threads": 0}, "^threads: is 0"),
         ({"threads": 2.0}, "^threads: is 2.0"),
         ({"refresh_s": float("nan")}, "^refresh_s: is nan"),
-        ({"refresh_s": 1e9}, "^refresh_s: is 1000000000.0, must be at most 3600"),
+        ({"refresh_s": 1e9}, "^refresh_s: is 1000000000.0, must be a number from 0.1 to 3600"),
     ],
 )
 def test_settings_that_are_wrong_are_refused_by_their_name(
@@ -558,10 +564,10 @@ def test_settings_that_are_wrong_are_refused_by_their_name(
 
 
 def test_a_secret_that_is_not_there_is_told(tmp_path: Path) -> None:
-    missing = Secret(file=str(tmp_path / "nowhere"))
+    missing = str(tmp_path / "nowhere")
 
-    with pytest.raises(ConfigError, match=f"^{missing.file}: cannot be read: No such file"):
-        open_objects(ObjectSettings(url="s3://bucket", key_id=missing, secret=missing))
+    with pytest.raises(ConfigError, match=f"^{missing}: cannot be read: No such file"):
+        open_objects(ObjectSettings(url="s3://bucket", key_id_file=missing, secret_file=missing))
     with pytest.raises(ConfigError, match=r"^ca_file: is .* cannot be read"):
         open_objects(ObjectSettings(url="s3://bucket", ca_file=f"{tmp_path}/nowhere"))
 
@@ -572,7 +578,7 @@ def test_the_address_of_azure_names_account_container_and_path(tmp_path: Path) -
     key.write_text("c2VjcmV0")
 
     opened = _open_store(
-        ObjectSettings(url="az://account/container/some/path", secret=Secret(file=str(key)))
+        ObjectSettings(url="az://account/container/some/path", secret_file=str(key))
     )
 
     assert isinstance(opened, AzureStore)
@@ -593,7 +599,7 @@ def test_the_address_of_google_names_bucket_and_path(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(json.dumps(account))
 
-    opened = _open_store(ObjectSettings(url="gs://bucket/some/path", secret=Secret(file=str(key))))
+    opened = _open_store(ObjectSettings(url="gs://bucket/some/path", secret_file=str(key)))
 
     assert isinstance(opened, GCSStore)
     assert opened.prefix == "some/path"

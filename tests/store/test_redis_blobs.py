@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.config.shared_stores import RedisSettings, Secret
+from penstock.config.shared_stores import RedisSettings
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.clients import redis
 from penstock.store.clients.blobs import (
@@ -216,19 +216,19 @@ def test_passwords_come_from_a_file_or_a_variable_and_are_never_shown(
     told: list[str] = []
     try:
         for url, secret in (
-            (server.url, Secret(file=str(file))),
-            (server.url, Secret(variable="KV_PASSWORD")),
-            (of_user, Secret(variable="KV_PASSWORD")),
+            (server.url, {"password_file": str(file)}),
+            (server.url, {"password_env": "KV_PASSWORD"}),
+            (of_user, {"password_env": "KV_PASSWORD"}),
         ):
-            settings = RedisSettings(url=url, password=secret)
+            settings = RedisSettings(url=url, **secret)
             with closing(RedisBlobs(settings)) as blobs:
                 put(blobs, "a", b"value")
                 assert take(blobs, "a", 5) == b"value"
-                told += [repr(settings), repr(secret), repr(blobs), str(settings)]
+                told += [repr(settings), repr(settings.password), repr(blobs), str(settings)]
 
         file.write_text(f"{PASSWORD}-wrong")
-        for secret in (None, Secret(file=str(file)), Secret(variable="NOT_SET")):
-            with open_blobs(server.url, password=secret) as blobs:
+        for secret in ({}, {"password_file": str(file)}, {"password_env": "NOT_SET"}):
+            with open_blobs(server.url, **secret) as blobs:
                 with pytest.raises(BlobStoreError) as caught:
                     blobs.exists(["a"], timeout_s=SOON_S)
                 told.append(str(caught.value))
@@ -266,7 +266,7 @@ def test_a_password_in_the_url_is_refused_without_being_shown() -> None:
         ("cluster", {"url": "redis://a", "cluster": 1}),
         ("sentinel", {"url": "redis://a", "cluster": True, "sentinel": "m"}),
         ("certificate_file", {"url": "rediss://a", "certificate_file": "/c"}),
-        ("ttl_s", {"url": "redis://a", "ttl_s": 0}),
+        ("ttl_s", {"url": "redis://a", "ttl_s": -1}),
         ("ttl_s", {"url": "redis://a", "ttl_s": float("nan")}),
         ("ttl_s", {"url": "redis://a", "ttl_s": 1e12}),
         ("threads", {"url": "redis://a", "threads": 0}),
@@ -341,16 +341,15 @@ def test_the_master_is_the_one_that_the_sentinels_name(tmp_path: Path) -> None:
     config.write_text(f"requirepass {PASSWORD}\nsentinel monitor kv 127.0.0.1 {master.port} 1\n")
     file = tmp_path / "password"
     file.write_text(PASSWORD)
-    login = Secret(file=str(file))
     sentinel = RedisServer.sentinel(tmp_path / "sentinel", config)
     try:
         urls = f"redis://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
-        with open_blobs(urls, sentinel="kv", sentinel_password=login) as blobs:
+        with open_blobs(urls, sentinel="kv", sentinel_password_file=str(file)) as blobs:
             put(blobs, "a", b"value")
             assert take(blobs, "a", 5) == b"value"
 
         with (
-            open_blobs(urls, sentinel="other", sentinel_password=login) as blobs,
+            open_blobs(urls, sentinel="other", sentinel_password_file=str(file)) as blobs,
             pytest.raises(BlobStoreError, match="other"),
         ):
             take(blobs, "a", 5)

@@ -16,18 +16,24 @@ directory of what is known to be there, numbers without meaning to the store.
 
 A tier that could never hold a block is refused here, with the reason, rather than
 reserving memory that stays empty.
+
+Fields with a kind are keys of a configuration file; `penstock.vocabulary.schema` explains them.
 """
 
-from __future__ import annotations
-
-# msgspec resolves the annotations when it decodes settings, so this import must be real.
-from collections.abc import Mapping  # noqa: TC003
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 from penstock.cache.eviction import POLICIES, policy_named
 from penstock.errors import ConfigError
+from penstock.extensions import OTHER_POLICIES
+from penstock.vocabulary.schema import EnumChoice, Number, Shares, String, Text, Whole, settings_of
 
+BLOCKS_MAX = 2**31 - 1
+"""Slot numbers are kept in 32-bit integers."""
+COUNT_MAX = 2**24
+"""Departures, happenings and events are remembered in memory: more than this is a mistake."""
 DEVICE = 0
 """Index of the device tier."""
 HUB = 1
@@ -62,8 +68,10 @@ class WriteKind(Enum):
 class WritePolicy:
     """When blocks are written into a tier; `hits` counts for `selective` alone."""
 
-    kind: WriteKind = WriteKind.WRITE_THROUGH
-    hits: int = 2
+    kind: Annotated[WriteKind, EnumChoice(WriteKind), "write"] = WriteKind.WRITE_THROUGH
+    """When blocks are copied in: see above."""
+    hits: Annotated[int, Whole(minimum=1, maximum=65_535)] = 2
+    """For `write = "selective"`: after how many hits a block is copied in."""
 
     def __post_init__(self) -> None:
         if self.kind is WriteKind.SELECTIVE and not 1 <= self.hits <= 65_535:
@@ -74,22 +82,27 @@ class WritePolicy:
 class TierSettings:
     """One tier: its size, what enters it and what leaves it first."""
 
-    name: str
-    slot_count: int
+    name: Text
+    """Letters, digits, `-` and `_`; not `device`."""
+    slot_count: Annotated[int, Whole(minimum=1, maximum=BLOCKS_MAX), "blocks"]
+    """Slots; a tier with `gib` has that instead."""
     write: WritePolicy = field(default_factory=WritePolicy)
     """How blocks enter this tier. The device tier is filled by the engine and ignores it."""
-    eviction: str = "lru"
-    low_watermark: float = 0.0
-    """Share of free slots under which blocks leave in the background."""
-    high_watermark: float = 0.0
-    """Share of free slots at which they stop leaving."""
+    eviction: Annotated[str, String(choices=EVICTION_POLICIES, others=OTHER_POLICIES)] = "lru"
+    """Eviction policy; others can be installed."""
+    low_watermark: Annotated[float, Number(minimum=0, maximum=0.99)] = 0.0
+    """Share of free slots below which blocks are evicted in the background."""
+    high_watermark: Annotated[float, Number(minimum=0, maximum=0.99)] = 0.0
+    """Share of free slots at which that stops."""
     stored: bool = False
     """Whether a store process serves it. It copies between the hub and the tier for every rank,
     other engines may write to it, and it gives blocks up by itself. `slot_count` is then how many
     of its blocks are known at a time."""
-    quotas: Mapping[str, float] = field(default_factory=dict)
-    """Share of the slots that a tenant's blocks may take; `*` stands for every tenant that is
-    not named. Without either there is no limit."""
+    quotas: Annotated[Mapping[str, float], Shares()] = field(default_factory=dict)
+    """Share of the slots for each tenant; `"*"`: each tenant that is not named. Tiers of shared
+    stores have none.
+
+    A tenant with neither has no limit."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").replace("-", "").isalnum():
@@ -131,68 +144,78 @@ class CacheSettings:
     """The engine's own slots when Penstock manages them; `None` when the engine does."""
     tiers: tuple[TierSettings, ...] = ()
     """The tiers below the device, nearest first; the first one is the hub."""
-    block_tokens: int = 16
-    rank_count: int = 1
-    group_count: int = 1
-    operation_blocks_max: int = 256
-    """How many blocks an operation moves at most, so that it ends soon."""
+    block_tokens: Annotated[int, Whole(minimum=1, maximum=65_536)] = 16
+    """Tokens in a block."""
+    rank_count: Annotated[int, Whole(minimum=1, maximum=4_096), "ranks"] = 1
+    """Ranks that each hold a part of every block."""
+    group_count: Annotated[int, Whole(minimum=1, maximum=256), "groups"] = 1
+    """KV groups of the model."""
+    operation_timeout_s: Annotated[float, Number(minimum=0.001, maximum=86_400)] = 30.0
+    """A copy without a deadline expires after this."""
+    operation_blocks_max: Annotated[int, Whole(minimum=1, maximum=65_536)] = 256
+    """Blocks in one copy operation; at most 1818 with a disk.
+
+    An operation ends soon, whatever it copies."""
     stored_saves_max: int = 1024
     """How many blocks may be on their way into one stored tier; what comes meanwhile is not
     written, and counted. Four operations of the largest size keep a disk busy. Never more than a
     half of the hub: its slots are held until they are written."""
-    operation_timeout_s: float = 30.0
-    """An operation without a deadline of its own expires after this."""
-    departed_count: int = 65_536
-    """Of how many blocks that left the reason is remembered."""
-    story_count: int = 4_096
-    """How many entries the history keeps."""
-    event_count: int = 8_192
-    """How many KV events wait for a reader; with more, the oldest go and a snapshot is due."""
-    pin_share: float = 0.5
-    """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
-    hint_share: float = 0.5
-    """Blocks whose priority a tenant raised may take this share of a tier; beyond it, its blocks
-    are like any other's."""
-    load_gate: Gate = Gate.MEASURED
-    """Whether a load must be quicker than computing."""
-    load_tokens_min: int = 0
-    """A load that saves fewer tokens than this is not worth its wait for the next step. 0: as
-    many as the engine prefills in `LOAD_WAIT_S`, and any number while its speed is not known."""
-    rate_age_s: float = 60.0
-    """A rate is used for this long after its last sample. Long enough for a lull between
-    requests, short enough that a tier which was slow for a while is soon tried again."""
+    departed_count: Annotated[int, Whole(minimum=1, maximum=COUNT_MAX)] = 65_536
+    """Blocks whose reason for leaving is remembered."""
+    story_count: Annotated[int, Whole(minimum=1, maximum=COUNT_MAX)] = 4_096
+    """Events in the history."""
+    event_count: Annotated[int, Whole(minimum=1, maximum=COUNT_MAX)] = 8_192
+    """KV events kept for a reader; then the oldest are dropped.
+
+    A reader that missed some needs a snapshot."""
+    pin_share: Annotated[float, Number(minimum=0, maximum=1)] = 0.5
+    """Share of a tier that pins may take.
+
+    Beyond it, pinning is refused."""
+    hint_share: Annotated[float, Number(minimum=0, maximum=1)] = 0.5
+    """Share of a tier that blocks may take whose priority one tenant raised.
+
+    Beyond it, its blocks are like any other's."""
+    load_gate: Annotated[Gate, EnumChoice(Gate)] = Gate.MEASURED
+    """`measured`: blocks are computed where that is quicker than loading them."""
+    load_tokens_min: Annotated[int, Whole(minimum=0, maximum=COUNT_MAX)] = 0
+    """Loads of fewer tokens are skipped; 0: what the engine prefills in 5 ms.
+
+    Fewer are not worth their wait for the next step. 0 is any number while the speed of the
+    engine is not known."""
+    rate_age_s: Annotated[float, Number(minimum=0.001, maximum=86_400)] = 60.0
+    """How long a measured rate is used after its last sample.
+
+    Long enough for a lull between requests, short enough that a tier which was slow for a while
+    is soon tried again."""
     block_bytes: int = 0
     """Bytes of a block on one rank, to give rates in bytes; 0 where they are not known."""
 
     def __post_init__(self) -> None:
         if self.device is None and not self.tiers:
             raise ConfigError("tiers", "is empty and no device tier is managed: nothing to keep")
-        _require_at_least_one("block_tokens", self.block_tokens)
-        _require_at_least_one("rank_count", self.rank_count)
-        _require_at_least_one("group_count", self.group_count)
-        _require_at_least_one("operation_blocks_max", self.operation_blocks_max)
-        _require_at_least_one("stored_saves_max", self.stored_saves_max)
-        _require_at_least_one("departed_count", self.departed_count)
-        _require_at_least_one("story_count", self.story_count)
-        _require_at_least_one("event_count", self.event_count)
-        if not self.operation_timeout_s > 0:
-            raise ConfigError("operation_timeout_s", f"is {self.operation_timeout_s}, must be > 0")
-        if not 0.0 <= self.pin_share <= 1.0:
-            raise ConfigError("pin_share", f"is {self.pin_share}, must be from 0 to 1")
-        if not 0.0 <= self.hint_share <= 1.0:
-            raise ConfigError("hint_share", f"is {self.hint_share}, must be from 0 to 1")
-        if self.load_tokens_min < 0:
-            raise ConfigError("load_tokens_min", f"is {self.load_tokens_min}, must be at least 0")
-        if not self.rate_age_s > 0:
-            raise ConfigError("rate_age_s", f"is {self.rate_age_s}, must be > 0")
-        if self.block_bytes < 0:
-            raise ConfigError("block_bytes", f"is {self.block_bytes}, must be at least 0")
+        self._require_bounds()
         names = [tier.name for tier in (*filter(None, [self.device]), *self.tiers)]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError("name", f"{name!r} is the name of more than one tier")
         self._refuse_stored_tiers_without_hub()
         self._refuse_tiers_that_can_never_fill()
+
+    def _require_bounds(self) -> None:
+        """Those of the keys, but for upper ones: what is built in Python may be larger."""
+        for setting in settings_of(CacheSettings).values():
+            name, value = setting.field, getattr(self, setting.field)
+            match setting.key:
+                case Whole(minimum=least) if value < least:
+                    raise ConfigError(name, f"is {value}, must be at least {least}")
+                case Number(maximum=1) if not 0.0 <= value <= 1.0:
+                    raise ConfigError(name, f"is {value}, must be from 0 to 1")
+                case Number(maximum=most) if most > 1 and not value > 0:
+                    raise ConfigError(name, f"is {value}, must be > 0")
+        for name, least in (("stored_saves_max", 1), ("block_bytes", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, f"is {getattr(self, name)}, must be at least {least}")
 
     def _refuse_stored_tiers_without_hub(self) -> None:
         for tier in (self.device, *self.tiers[:1]):
@@ -237,8 +260,3 @@ class CacheSettings:
                     f"are {dict(tier.quotas)}: less than one of {tier.slot_count} slots for "
                     "every tenant, so it can never fill; raise one of them",
                 )
-
-
-def _require_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(name, f"is {value}, must be at least 1")

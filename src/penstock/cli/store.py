@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
-from penstock.config import load_completed
-from penstock.config.toml import LOG_LEVELS
+from penstock.config import LOG_LEVELS, load_completed
 from penstock.errors import ConfigError, counted
 from penstock.logs import set_up_logs
 from penstock.runtime.stored_tiers import store_config

@@ -2,10 +2,13 @@
 
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
-| `values`   | `Config` and its parts, those of `penstock serve` too, with defaults    |
-| `keys`     | the kinds of values a key can have                                      |
-| `reference`| what each key means, and tables of all of them for a reader            |
+| `values`   | `Config` and its parts, those of `penstock serve` too                   |
+| `shared_stores` | addresses, and the keys that only some kinds of tiers have         |
 | `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |
+| `reference`| tables of all keys for a reader                                         |
+
+A key is a field of the settings that it becomes, which say its type, bounds, default and meaning
+(`penstock.vocabulary.schema`); so do those of the cache, in `penstock.cache.settings`.
 
 The one rule that must not break: nothing that is written in a file is ignored. A key that
 is unknown, of the wrong type, out of its range or without any effect is refused, by a
@@ -15,82 +18,40 @@ message that names the key as the file spells it, the value, and what would be r
 never read, but for a salt whose place a file names there.
 """
 
-from __future__ import annotations
-
-from penstock.cache.settings import CacheSettings, TierSettings
-from penstock.config.keys import Gib, Number, String, TierOption, Value, Whole
-from penstock.config.shared_stores import (
-    PORT_MAX,
-    UNIX,
-    port_range,
-    require_address,
-    require_socket,
-)
-from penstock.config.toml import (
-    LOG_LEVELS,
-    STARTER_TOML,
-    VERSION,
-    load_completed,
-    load_config,
-    parse_config,
-)
-from penstock.config.values import (
-    AUTO,
-    BLOCKS_MAX,
-    DEVICE_NAME,
-    KEY_VARIABLE,
-    LOOPBACK,
-    NIXL,
-    SHARED_KINDS,
-    SHARED_MEMORY,
-    STORED_KINDS,
-    TIER_KINDS,
-    UNSIZED_BLOCKS,
-    Config,
-    EngineTable,
-    HandoffTable,
-    ModelSettings,
-    RoutingTable,
-    ServeTable,
-    TierKind,
-)
-
-__all__ = [
-    "AUTO",
-    "BLOCKS_MAX",
-    "DEVICE_NAME",
-    "KEY_VARIABLE",
-    "LOG_LEVELS",
-    "LOOPBACK",
-    "NIXL",
-    "PORT_MAX",
-    "SHARED_KINDS",
-    "SHARED_MEMORY",
-    "STARTER_TOML",
-    "STORED_KINDS",
-    "TIER_KINDS",
-    "UNIX",
-    "UNSIZED_BLOCKS",
-    "VERSION",
-    "CacheSettings",
-    "Config",
-    "EngineTable",
-    "Gib",
-    "HandoffTable",
-    "ModelSettings",
-    "Number",
-    "RoutingTable",
-    "ServeTable",
-    "String",
-    "TierKind",
-    "TierOption",
-    "TierSettings",
-    "Value",
-    "Whole",
-    "load_completed",
-    "load_config",
-    "parse_config",
-    "port_range",
-    "require_address",
-    "require_socket",
-]
+from penstock.cache.settings import BLOCKS_MAX as BLOCKS_MAX
+from penstock.cache.settings import CacheSettings as CacheSettings
+from penstock.cache.settings import TierSettings as TierSettings
+from penstock.config.shared_stores import PORT_MAX as PORT_MAX
+from penstock.config.shared_stores import UNIX as UNIX
+from penstock.config.shared_stores import port_range as port_range
+from penstock.config.shared_stores import require_address as require_address
+from penstock.config.shared_stores import require_socket as require_socket
+from penstock.config.toml import STARTER_TOML as STARTER_TOML
+from penstock.config.toml import VERSION as VERSION
+from penstock.config.toml import load_completed as load_completed
+from penstock.config.toml import load_config as load_config
+from penstock.config.toml import parse_config as parse_config
+from penstock.config.values import AUTO as AUTO
+from penstock.config.values import DEVICE_NAME as DEVICE_NAME
+from penstock.config.values import KEY_VARIABLE as KEY_VARIABLE
+from penstock.config.values import LOG_LEVELS as LOG_LEVELS
+from penstock.config.values import LOOPBACK as LOOPBACK
+from penstock.config.values import NIXL as NIXL
+from penstock.config.values import SHARED_KINDS as SHARED_KINDS
+from penstock.config.values import SHARED_MEMORY as SHARED_MEMORY
+from penstock.config.values import STORED_KINDS as STORED_KINDS
+from penstock.config.values import TIER_KINDS as TIER_KINDS
+from penstock.config.values import UNSIZED_BLOCKS as UNSIZED_BLOCKS
+from penstock.config.values import Config as Config
+from penstock.config.values import EngineTable as EngineTable
+from penstock.config.values import HandoffTable as HandoffTable
+from penstock.config.values import ModelSettings as ModelSettings
+from penstock.config.values import RoutingTable as RoutingTable
+from penstock.config.values import ServeTable as ServeTable
+from penstock.config.values import TierKind as TierKind
+from penstock.vocabulary.schema import Gib as Gib
+from penstock.vocabulary.schema import Number as Number
+from penstock.vocabulary.schema import String as String
+from penstock.vocabulary.schema import TierOption as TierOption
+from penstock.vocabulary.schema import Value as Value
+from penstock.vocabulary.schema import Whole as Whole

@@ -1,27 +1,33 @@
-"""How shared stores are reached: addresses, and the settings of each kind of client.
+"""Addresses, and the keys that only some kinds of tiers have.
 
-A configuration is refused when it is read if its address cannot be right; whether anybody answers
+The settings of a shared store are the keys of its tier, as they are: a client is made from them. A
+configuration is refused when it is read if its address cannot be right; whether anybody answers
 there, and whether a password is there, is seen when the tier is opened. Clients are in
 `penstock.store`.
 
 The one rule: no message shows a password. An address that may hold one is shown without it.
 """
 
-from __future__ import annotations
-
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 from penstock.errors import ConfigError
-from penstock.vocabulary.arguments import as_flag, as_float, as_int, as_seconds, as_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
+from penstock.vocabulary.arguments import as_text
+from penstock.vocabulary.schema import (
+    Gib,
+    Number,
+    String,
+    Text,
+    Whole,
+    YesNo,
+    read_fields,
+    settings_of,
+)
 
 UNIX = "unix:"
 """Before the path of a Unix socket, in the place of a host."""
@@ -128,11 +134,6 @@ SHOWN_MAX = 200
 SCHEMES = frozenset({"redis", "rediss", "unix", "s3", "gs", "az", "file"})
 PORT = 6_379
 SENTINEL_PORT = 26_379
-TTL_S_MAX = 10 * 365 * 86_400
-THREADS_MAX = 64
-STAGING_MIB_MAX = 4_096
-SEGMENT_GIB_MAX = 65_536
-REFRESH_S_MAX = 3_600.0
 _URL = re.compile(
     r"(?P<scheme>rediss?)://(?:(?P<user>[^@/:\s]*)(?P<secret>:[^@\s]*)?@)?"
     r"(?P<nodes>[^/@\s]+)(?:/(?P<database>[0-9]{1,4}))?/?"
@@ -162,21 +163,14 @@ def masked_url(url: str) -> str:
     return f"{scheme}://{HIDDEN if named else ''}{at}{place}{asked and '?' + HIDDEN}"[:SHOWN_MAX]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
+class Secret(NamedTuple):
     """Where a password or token is: in a file, or in a variable of this process's environment.
 
-    It is read when it is needed, so one that was changed is noticed, and it is in no `repr`.
+    It is read when it is needed, so one that was changed is noticed.
     """
 
-    file: str = ""
-    variable: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.file) == bool(self.variable):
-            raise ValueError(
-                f"file is {self.file!r} and variable is {self.variable!r}, must be one of the two"
-            )
+    file: str
+    variable: str
 
     def read(self) -> str:
         """The secret, without the line end that editors put behind it.
@@ -213,7 +207,93 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RedisSettings:
+class HostOptions:
+    """The keys of a tier of shared memory."""
+
+    gib: Annotated[float, Gib(minimum=0, maximum=65_536)] = 0.0
+    """Size of the arena with its checksums; the layout decides how many blocks fit; 0: use
+    `blocks`."""
+    huge_pages: Annotated[str, String(choices=("auto", "never"))] = "auto"
+    """Whether to try huge pages."""
+    numa_node: Annotated[int, Whole(minimum=-1, maximum=1_023)] = -1
+    """NUMA node of the memory; -1: any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """The keys of a tier of files."""
+
+    path: Text
+    """Absolute path of a folder of its own, writable by nobody else; engines that name the same
+    folder share it."""
+    gib: Annotated[float, Gib(minimum=1 / 1024, maximum=1 << 20)]
+    """Room for the blocks of all ranks and engines; on a smaller file system, what it has."""
+    threads: Annotated[int, Whole(minimum=4, maximum=8)] = 6
+    """Of the store process, for reads and writes."""
+    key_file: Text = ""
+    """File with a key of 32 bytes: blocks are encrypted; empty: they are not."""
+    other_versions: Annotated[str, String(choices=("refuse", "reclaim"))] = "refuse"
+    """What to do with files of another format version."""
+
+
+def _require_text(key: str, value: str) -> None:
+    """Refuses what is too long to be one of the texts that a tier has."""
+    try:
+        as_text(key, value)
+    except ValueError as problem:
+        raise ConfigError(key, str(problem).removeprefix(f"{key} ")) from None
+
+
+AskMs: TypeAlias = Annotated[float, Number(minimum=1, maximum=10_000)]
+TimeoutS: TypeAlias = Annotated[float, Number(minimum=0.01, maximum=600)]
+Threads: TypeAlias = Annotated[int, Whole(minimum=1, maximum=64)]
+Compression: TypeAlias = Annotated[str, String(choices=("off", "zstd"))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOptions:
+    """The keys of every kind of shared store.
+
+    Raises:
+        ConfigError: one is wrong; `field` names it.
+    """
+
+    gib: Annotated[float, Gib(minimum=1 / 1024, maximum=1 << 20)] = 256.0
+    """How much of the store this engine keeps track of; the store sets its own size."""
+    ask_ms: AskMs = 50.0
+    """Time to answer which blocks are there; a request waits at most twice as long."""
+    timeout_s: TimeoutS = 2.0
+    """How long one read or write may take."""
+    threads: Threads = 4
+    """Of the store process, for reads and writes."""
+
+    def __post_init__(self) -> None:
+        read_fields(self)
+        for key in settings_of(type(self)):
+            value, secret = getattr(self, key), key.removesuffix("_env")
+            if isinstance(value, str):
+                _require_text(key, value)
+            if secret != key and value and getattr(self, f"{secret}_file"):
+                raise ConfigError(
+                    f"{secret}_file", f"is given beside {key}, must be one of the two or none"
+                )
+        self._require_sense()
+
+    def _require_sense(self) -> None:
+        """Refuses what each key allows and the store does not."""
+
+    def _secret(self, name: str) -> Secret | None:
+        """Where a secret is, if it is anywhere."""
+        file, variable = getattr(self, f"{name}_file"), getattr(self, f"{name}_env")
+        return Secret(file, variable) if file or variable else None
+
+    def _key_of(self, secret: str) -> str:
+        """Which of its two keys says where a secret is."""
+        return f"{secret}_env" if getattr(self, f"{secret}_env") else f"{secret}_file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisSettings(SharedOptions):
     """Which Redis or Valkey, and how it is spoken to.
 
     | `url`                              | with           | is                                   |
@@ -223,42 +303,33 @@ class RedisSettings:
     | `unix:///run/redis/redis.sock`     |                | a server of this machine             |
     | `redis://a:26379,b:26379`          | `sentinel`     | the master that the Sentinels name   |
     | `redis://a:6379,b:6379`            | `cluster`      | a cluster, found through any of them |
-
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
     """
 
-    url: str
-    password: Secret | None = None
-    sentinel: str = ""
-    """The service that Sentinels know the master by."""
-    sentinel_password: Secret | None = None
-    """Of the Sentinels, where they want one; that of the master is `password`."""
-    cluster: bool = False
-    ca_file: str = ""
-    """Who signed the server's certificate, where it is none of the system's authorities."""
-    certificate_file: str = ""
-    """The client's own, with `key_file`, where the server asks for one."""
-    key_file: str = ""
-    ttl_s: float | None = None
-    """Values go after this time, used or not; `None`: when the server needs their memory."""
-    threads: int = 4
-
-    def __post_init__(self) -> None:
-        try:
-            for field in ("url", "sentinel", "ca_file", "certificate_file", "key_file"):
-                as_text(field, getattr(self, field))
-            as_flag("cluster", self.cluster)
-            as_int("threads", self.threads, 1, THREADS_MAX)
-            ttl_s = 1.0 if self.ttl_s is None else as_seconds("ttl_s", self.ttl_s)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        if not 0.001 <= ttl_s <= TTL_S_MAX:
-            raise ConfigError(
-                "ttl_s", f"is {ttl_s}, must be from 0.001 to {TTL_S_MAX} seconds, or None"
-            )
-        self._require_sense()
+    url: Text
+    """`redis://HOST:PORT/DATABASE`, `rediss://…` with TLS, or `unix:///PATH`; without a
+    password."""
+    password_file: Text = ""
+    """File with the password."""
+    password_env: Text = ""
+    """Or the environment variable that has it."""
+    sentinel: Text = ""
+    """The name of the service; `url` then lists the Sentinels."""
+    sentinel_password_file: Text = ""
+    """File with the password of the Sentinels, if they want one."""
+    sentinel_password_env: Text = ""
+    """Or the environment variable that has it."""
+    cluster: YesNo = False
+    """Whether `url` lists nodes of a cluster."""
+    ca_file: Text = ""
+    """Who signed the server's certificate, if not one of the system's authorities."""
+    certificate_file: Text = ""
+    """The client's certificate."""
+    key_file: Text = ""
+    """The key of that certificate."""
+    ttl_s: Annotated[float, Number(minimum=0, maximum=31_536_000)] = 0.0
+    """Values are removed after this time, used or not; 0: when the server needs their memory."""
+    compression: Compression = "off"
+    """Whether blocks are written compressed, without loss."""
 
     def _require_sense(self) -> None:
         _parsed(self)
@@ -270,7 +341,7 @@ class RedisSettings:
             raise ConfigError("url", f"has database {self.database}, must have 0 for a cluster")
         if self.sentinel_password and not self.sentinel:
             raise ConfigError(
-                "sentinel_password",
+                self._key_of("sentinel_password"),
                 "is given, which has no effect without sentinel; leave it out",
             )
         if bool(self.certificate_file) != bool(self.key_file):
@@ -290,6 +361,14 @@ class RedisSettings:
             raise ConfigError(
                 "url", f"has {len(self.nodes)} servers, must have one without sentinel or cluster"
             )
+
+    @property
+    def password(self) -> Secret | None:
+        return self._secret("password")
+
+    @property
+    def sentinel_password(self) -> Secret | None:
+        return self._secret("sentinel_password")
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -334,49 +413,30 @@ def _parsed(settings: RedisSettings) -> tuple[tuple[Node, ...], str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeSettings:
-    """Which master, and what this client gives and takes.
+class MooncakeSettings(SharedOptions):
+    """Which master, and what this client gives and takes."""
 
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
-    """
-
-    master: str
-    """`host:port`, or `etcd://…` where several masters take turns."""
-    host: str = ""
-    """This machine's name or address for the others; empty: that towards the master."""
-    protocol: str = "tcp"
-    devices: str = ""
+    master: Text
+    """`HOST:PORT` of the master, or `etcd://…`."""
+    host: Text = ""
+    """This machine's name for the others; empty: its address towards the master."""
+    protocol: Annotated[str, String(choices=("tcp", "rdma"))] = "tcp"
+    """How values travel."""
+    devices: Text = ""
     """RDMA devices, separated by commas; empty: all."""
-    segment_gib: float = 0.0
-    """Memory that this client gives to the store; 0: others do."""
-    replica_count: int = 1
-    staging_mib: int = 32
-    """Memory for each thread; it is also the most that a value may have."""
-    threads: int = 4
+    segment_gib: Annotated[float, Gib(minimum=0, maximum=65_536)] = 0.0
+    """Memory that this machine gives to the store; 0: others do."""
+    replicas: Annotated[int, Whole(minimum=1, maximum=16)] = 1
+    """Copies of each value."""
+    staging_mib: Annotated[int, Whole(minimum=1, maximum=1024)] = 32
+    """Memory for each thread, and the most that a value may have."""
 
-    def __post_init__(self) -> None:
-        try:
-            for field in ("master", "host", "protocol", "devices"):
-                as_text(field, getattr(self, field))
-            as_int("replica_count", self.replica_count, 1, 16)
-            as_int("staging_mib", self.staging_mib, 1, STAGING_MIB_MAX)
-            as_int("threads", self.threads, 1, THREADS_MAX)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        gib = as_float(self.segment_gib)
-        if gib is None or not 0 <= gib <= SEGMENT_GIB_MAX:
-            raise ConfigError(
-                "segment_gib", f"is {self.segment_gib!r}, must be from 0 to {SEGMENT_GIB_MAX}"
-            )
+    def _require_sense(self) -> None:
         found = MASTER.fullmatch(self.master)
         if found is None:
             raise ConfigError("master", f"is {self.master!r}, must be HOST:PORT or etcd://…")
         if found["port"] and not 0 < int(found["port"]) <= PORT_MAX:
             raise ConfigError("master", f"has port {found['port']}, must be from 1 to {PORT_MAX}")
-        if self.protocol not in ("tcp", "rdma"):
-            raise ConfigError("protocol", f"is {self.protocol!r}, must be 'tcp' or 'rdma'")
         if self.devices and self.protocol == "tcp":
             raise ConfigError(
                 "devices",
@@ -384,43 +444,48 @@ class MooncakeSettings:
             )
 
 
+_SCHEMES_WITH: Mapping[str, tuple[str, ...]] = {
+    "endpoint": ("s3",),
+    "region": ("s3",),
+    "key_id": ("s3",),
+    "secret": ("s3", "gs", "az"),
+    "ca_file": ("s3", "gs", "az"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSettings:
+class ObjectSettings(SharedOptions):
     """Which store, and how it is spoken to.
 
     Without `key_id` and `secret`, credentials are those that the provider's own tools would use:
     variables such as `AWS_ACCESS_KEY_ID`, a role of the machine, or a file of its command line.
-
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
     """
 
-    url: str
-    endpoint: str = ""
-    """Of a store that speaks S3 and is not Amazon's, such as `https://minio:9000`."""
-    region: str = ""
-    key_id: Secret | None = None
-    """S3: the access key's name."""
-    secret: Secret | None = None
-    """S3: the secret access key; Azure: the account's key; GCS: the service account's JSON."""
-    ca_file: str = ""
-    """Who signed the server's certificate, where it is none of the system's authorities."""
-    refresh_s: float = 2.0
-    """How often values of others are looked for."""
-    threads: int = 8
-
-    def __post_init__(self) -> None:
-        try:
-            for field in ("url", "endpoint", "region", "ca_file"):
-                as_text(field, getattr(self, field))
-            as_int("threads", self.threads, 1, THREADS_MAX)
-            refresh_s = as_seconds("refresh_s", self.refresh_s)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        if refresh_s > REFRESH_S_MAX:
-            raise ConfigError("refresh_s", f"is {refresh_s}, must be at most {REFRESH_S_MAX:g}")
-        self._require_sense()
+    url: Text
+    """`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://ACCOUNT/CONTAINER/PATH` or
+    `file:///FOLDER`; without keys."""
+    endpoint: Text = ""
+    """`https://HOST:PORT` of a store that speaks S3 and is not Amazon's."""
+    region: Text = ""
+    """Of an S3 bucket."""
+    key_id_file: Text = ""
+    """File with the name of an S3 access key."""
+    key_id_env: Text = ""
+    """Or the environment variable that has it."""
+    secret_file: Text = ""
+    """File with the secret access key, Azure's account key, or the JSON of a GCS service
+    account."""
+    secret_env: Text = ""
+    """Or the environment variable that has it."""
+    ca_file: Text = ""
+    """Who signed the server's certificate, if not one of the system's authorities."""
+    refresh_s: Annotated[float, Number(minimum=0.1, maximum=3600)] = 2.0
+    """How often values of others are looked for, while they are asked for."""
+    compression: Compression = "off"
+    """Whether blocks are written compressed, without loss."""
+    ask_ms: AskMs = 200.0
+    timeout_s: TimeoutS = 30.0
+    threads: Threads = 8
 
     def _require_sense(self) -> None:
         if not _OBJECTS.fullmatch(self.url):
@@ -439,10 +504,11 @@ class ObjectSettings:
             )
         if self.scheme == "az" and not self.path.partition("/")[2].strip("/"):
             raise ConfigError("url", f"is {self.url!r}, must be az://ACCOUNT/CONTAINER/PATH")
-        for field, schemes in _ONLY.items():
-            if getattr(self, field) and self.scheme not in schemes:
+        for name, schemes in _SCHEMES_WITH.items():
+            if getattr(self, name) and self.scheme not in schemes:
                 raise ConfigError(
-                    field, f"is given, which has no effect with {self.scheme}://; leave it out"
+                    self._key_of(name) if name in ("key_id", "secret") else name,
+                    f"is given, which has no effect with {self.scheme}://; leave it out",
                 )
         if self.endpoint and not re.fullmatch(r"https?://[^\s?#@]+", self.endpoint):
             raise ConfigError(
@@ -452,7 +518,18 @@ class ObjectSettings:
             )
         if self.scheme == "s3" and bool(self.key_id) != bool(self.secret):
             given, missing = ("key_id", "secret") if self.key_id else ("secret", "key_id")
-            raise ConfigError(given, f"is given without {missing}, must be both or none")
+            raise ConfigError(
+                self._key_of(given),
+                f"is given without {missing}_file or {missing}_env, must be both or none",
+            )
+
+    @property
+    def key_id(self) -> Secret | None:
+        return self._secret("key_id")
+
+    @property
+    def secret(self) -> Secret | None:
+        return self._secret("secret")
 
     @property
     def scheme(self) -> str:
@@ -464,91 +541,9 @@ class ObjectSettings:
         return self.url.partition("://")[2]
 
 
-_ONLY: Mapping[str, tuple[str, ...]] = {
-    "endpoint": ("s3",),
-    "region": ("s3",),
-    "key_id": ("s3",),
-    "secret": ("s3", "gs", "az"),
-    "ca_file": ("s3", "gs", "az"),
+CLIENT_SETTINGS: Mapping[str, Callable[..., SharedOptions]] = {
+    "redis": RedisSettings,
+    "mooncake": MooncakeSettings,
+    "objects": ObjectSettings,
 }
-
-
-def redis_settings(options: Mapping[str, Any]) -> RedisSettings:
-    """The settings of a client, from the keys of its tier; so do the two below."""
-    password = _secret(options, "password")
-    sentinel_password = _secret(options, "sentinel_password")
-    try:
-        return RedisSettings(
-            url=options["url"],
-            password=password,
-            sentinel=options["sentinel"],
-            sentinel_password=sentinel_password,
-            cluster=options["cluster"],
-            ca_file=options["ca_file"],
-            certificate_file=options["certificate_file"],
-            key_file=options["key_file"],
-            ttl_s=options["ttl_s"] or None,
-            threads=options["threads"],
-        )
-    except ConfigError as error:
-        raise _as_written(error, options) from None
-
-
-def mooncake_settings(options: Mapping[str, Any]) -> MooncakeSettings:
-    """Mooncake Store's."""
-    return MooncakeSettings(
-        master=options["master"],
-        host=options["host"],
-        protocol=options["protocol"],
-        devices=options["devices"],
-        segment_gib=options["segment_gib"],
-        replica_count=options["replicas"],
-        staging_mib=options["staging_mib"],
-        threads=options["threads"],
-    )
-
-
-def object_settings(options: Mapping[str, Any]) -> ObjectSettings:
-    """Those of objects and folders."""
-    key_id, secret = _secret(options, "key_id"), _secret(options, "secret")
-    try:
-        return ObjectSettings(
-            url=options["url"],
-            endpoint=options["endpoint"],
-            region=options["region"],
-            key_id=key_id,
-            secret=secret,
-            ca_file=options["ca_file"],
-            refresh_s=options["refresh_s"],
-            threads=options["threads"],
-        )
-    except ConfigError as error:
-        raise _as_written(error, options) from None
-
-
-def _as_written(error: ConfigError, options: Mapping[str, Any]) -> ConfigError:
-    """The error with the names that a file has for a secret: that of its file, or its variable."""
-    field, problem = error.field, error.problem
-    if f"{field}_file" in options:
-        field = f"{field}_env" if options[f"{field}_env"] else f"{field}_file"
-    for name in ("key_id", "secret"):
-        problem = problem.replace(f"without {name},", f"without {name}_file or {name}_env,")
-    return ConfigError(field, problem)
-
-
-def _secret(options: Mapping[str, Any], name: str) -> Secret | None:
-    """Where a secret is, if it is anywhere."""
-    file, variable = options[f"{name}_file"], options[f"{name}_env"]
-    if file and variable:
-        raise ConfigError(
-            f"{name}_file", f"is given beside {name}_env, must be one of the two or none"
-        )
-    return Secret(file=file, variable=variable) if file or variable else None
-
-
-CLIENT_SETTINGS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "redis": redis_settings,
-    "mooncake": mooncake_settings,
-    "objects": object_settings,
-}
-"""The settings of each kind, from the keys of its tier. Raises `ConfigError` if one is wrong."""
+"""The settings of each kind of shared store, made from the keys of its tier."""

@@ -1,7 +1,7 @@
 """TOML → `Config`, or one refusal that lists everything that is wrong; and `Config` → TOML.
 
-The defaults are those of the settings themselves, which are stated there and nowhere else. `toml`
-reads and prints through these tables, so a new key is a field of its settings and a row here.
+Settings declare the keys that they are made of, and `KEYS` has them by their tables: a new key is a
+field of its settings, and nothing else.
 
 A refusal is a `ConfigError` whose field is the key as the file spells it, such as
 `cache.block_tokens` or `tiers[1].write` (tiers are counted from 0), behind the name of the
@@ -20,38 +20,15 @@ import re
 import reprlib
 import tomllib
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from penstock.cache.settings import (
-    EVICTION_POLICIES,
-    CacheSettings,
-    Gate,
-    TierSettings,
-    WriteKind,
-    WritePolicy,
-)
-from penstock.config.keys import (
-    Bytes,
-    EnumChoice,
-    Flag,
-    Number,
-    Shares,
-    String,
-    Whole,
-    nearest,
-    unknown,
-)
+from penstock.cache.settings import BLOCKS_MAX, CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config.values import (
-    AUTO,
-    BLOCKS_MAX,
     DEVICE_NAME,
-    LAYER_WISE,
-    NIXL,
     NOT_COMPRESSED,
-    SHARED_MEMORY,
     STORED_KINDS,
     TIER_KINDS,
     UNSIZED_BLOCKS,
@@ -65,202 +42,72 @@ from penstock.config.values import (
     tier_options,
 )
 from penstock.errors import ConfigError
-from penstock.extensions import OTHER_POLICIES, OTHER_TIERS, OTHER_TRANSPORTS
-from penstock.vocabulary.keys import ALGORITHMS
-from penstock.vocabulary.planes import DTYPE_NAMES
+from penstock.extensions import OTHER_TIERS
+from penstock.vocabulary.schema import (
+    Setting,
+    Shares,
+    String,
+    Whole,
+    nearest,
+    settings_of,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from typing import Any
 
-    from penstock.config.keys import Key, TierOption, Value
+    from penstock.vocabulary.schema import TierOption, Value
 
 
 VERSION = 1
-TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve", "routing")
-
-COUNT_MAX = 2**24
-"""Departures, happenings and events are remembered in memory: more than this is a mistake."""
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-_FIELDS = {
-    "blocks": "slot_count",
-    "groups": "group_count",
-    "kind": "name",
-    "ranks": "rank_count",
-    "write": "kind",
+OPTIONAL_TABLES: Mapping[str, type] = {
+    "handoff": HandoffTable,
+    "engine": EngineTable,
+    "serve": ServeTable,
+    "routing": RoutingTable,
 }
-"""Keys whose setting has another name."""
+"""Each is a field of `Config`, `None` without it."""
+TABLES = ("version", "model", "cache", "tiers", *OPTIONAL_TABLES)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A key of the file, and the field that it becomes."""
-
-    key: Key
-    owner: type
-    """The settings that have the field."""
-    field: str
-    default: object
-    """As the file would spell it; `None`: the key must be given."""
-
-
-def _settings(owner: type, **keys: Key) -> dict[str, Setting]:
-    known = {each.name: each for each in fields(owner)}
-    rows = {}
-    for name, key in keys.items():
-        field = known[_FIELDS.get(name, name) if name not in known else name]
-        default: object = None if field.default is MISSING else field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
-        default = default.value if isinstance(default, Enum) else default
-        rows[name] = Setting(key=key, owner=owner, field=field.name, default=default)
-    return rows
-
-
-MODEL_KEYS: Mapping[str, Setting] = _settings(
-    ModelSettings,
-    name=String(),
-    weights_version=String(),
-    kv_dtype=String(choices=("", *DTYPE_NAMES)),
-    kv_scales=String(),
-    rotary=String(),
-)
-
-ROOM_KEYS: Mapping[str, Setting] = _settings(
-    TierSettings,
-    eviction=String(choices=EVICTION_POLICIES, others=OTHER_POLICIES),
-    low_watermark=Number(minimum=0, maximum=0.99),
-    high_watermark=Number(minimum=0, maximum=0.99),
-    quotas=Shares(),
-)
+_CACHE = {**settings_of(CacheSettings), **settings_of(Config)}
+_TIER = {**settings_of(TierSettings), **settings_of(TierKind), **settings_of(WritePolicy)}
+ROOM_KEYS = ("eviction", "low_watermark", "high_watermark", "quotas")
 """How a tier's slots are given away: in `[cache]` for the device, in `[[tiers]]` for each."""
-
-CACHE_KEYS: Mapping[str, Setting] = {
-    **_settings(CacheSettings, block_tokens=Whole(minimum=1, maximum=65_536)),
-    **_settings(Config, hash=String(choices=tuple(ALGORITHMS)), salt=String()),
-    **_settings(CacheSettings, ranks=Whole(minimum=1, maximum=4_096)),
-    **_settings(Config, equal_ranks=Flag()),
-    **_settings(
-        CacheSettings,
-        groups=Whole(minimum=1, maximum=256),
-        operation_timeout_s=Number(minimum=0.001, maximum=86_400),
-        operation_blocks_max=Whole(minimum=1, maximum=65_536),
-        departed_count=Whole(minimum=1, maximum=COUNT_MAX),
-        story_count=Whole(minimum=1, maximum=COUNT_MAX),
-        event_count=Whole(minimum=1, maximum=COUNT_MAX),
-        pin_share=Number(minimum=0, maximum=1),
-        hint_share=Number(minimum=0, maximum=1),
-        load_gate=EnumChoice(Gate),
-        load_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
-        rate_age_s=Number(minimum=0.001, maximum=86_400),
-    ),
-    **_settings(
-        Config,
-        layer_wise=String(choices=LAYER_WISE),
-        device_wait_s=Number(minimum=0.001, maximum=3_600),
-    ),
-    # 0 stands for a device whose blocks the engine manages: then there are no `TierSettings`.
-    "blocks": Setting(
-        key=Whole(minimum=0, maximum=BLOCKS_MAX), owner=TierSettings, field="slot_count", default=0
-    ),
-    **ROOM_KEYS,
-}
-
 TIER_KEYS: Mapping[str, Setting] = {
-    **_settings(TierSettings, name=String()),
-    **_settings(TierKind, kind=String()),
-    **_settings(TierSettings, blocks=Whole(minimum=1, maximum=BLOCKS_MAX)),
-    **_settings(WritePolicy, write=EnumChoice(WriteKind)),
-    **_settings(TierKind, required=Flag()),
-    **_settings(WritePolicy, hits=Whole(minimum=1, maximum=65_535)),
-    **ROOM_KEYS,
+    name: _TIER[name] for name in ("name", "kind", "blocks", "write", "required", "hits", *_TIER)
 }
-
-HANDOFF_KEYS: Mapping[str, Setting] = _settings(
-    HandoffTable,
-    transport=String(choices=(AUTO, SHARED_MEMORY, NIXL), others=OTHER_TRANSPORTS),
-    handoff_s=Number(minimum=0.1, maximum=86_400),
-    lease_s=Number(minimum=0.1, maximum=86_400),
-    park_s=Number(minimum=0.1, maximum=86_400),
-    resend_s=Number(minimum=0.01, maximum=3_600),
-    resend_cap_s=Number(minimum=0.1, maximum=3_600),
-    resend_limit_s=Number(minimum=0.1, maximum=3_600),
-    ping_s=Number(minimum=0.1, maximum=3_600),
-    suspect_s=Number(minimum=0.1, maximum=3_600),
-    berth_bytes=Bytes(minimum=4_096, maximum=1 << 30),
-    berth_count=Whole(minimum=0, maximum=1_024),
-    landing_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
-    retired_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
-    peers_max=Whole(minimum=1, maximum=1_024),
-    idle_s=Number(minimum=0.1, maximum=86_400),
-)
-
-ENGINE_KEYS: Mapping[str, Setting] = _settings(
-    EngineTable,
-    model=String(),
-    role=String(choices=("both", "prefill", "decode", "router")),
-    prefill_tp=Whole(minimum=0, maximum=1_024),
-    decode_tp=Whole(minimum=0, maximum=1_024),
-    handoff_host=String(),
-    dtype=String(choices=("float32", "bfloat16", "float16")),
-    device=String(),
-    graphs=Flag(),
-    threads=Whole(minimum=0, maximum=1_024),
-    step_tokens=Whole(minimum=0, maximum=65_536),
-    step_requests=Whole(minimum=1, maximum=4_096),
-    waiting_max=Whole(minimum=1, maximum=COUNT_MAX),
-)
-
+CACHE_KEYS: Mapping[str, Setting] = {
+    **{
+        name: _CACHE[name]
+        for name in ("block_tokens", "hash", "salt", "ranks", "equal_ranks", *_CACHE)
+    },
+    "blocks": replace(
+        TIER_KEYS["blocks"],
+        key=Whole(minimum=0, maximum=BLOCKS_MAX),
+        default=0,
+        meaning="device blocks to manage; 0: the engine manages them, and the four keys below are "
+        "refused",
+    ),
+    **{name: TIER_KEYS[name] for name in ROOM_KEYS},
+}
+KEYS: Mapping[str, Mapping[str, Setting | TierOption]] = {
+    "model": settings_of(ModelSettings),
+    "cache": CACHE_KEYS,
+    "tiers": TIER_KEYS,
+    **{f"tiers of kind {kind}": keys for kind, keys in TIER_KINDS.items() if keys},
+    "engine": settings_of(EngineTable),
+    "serve": settings_of(ServeTable),
+    "handoff": settings_of(HandoffTable),
+    "routing": settings_of(RoutingTable),
+}
+"""The keys of each table of the file, as they are printed."""
 _ON_ONE_MACHINE = (
     "must be left out: all ranks of an instance are on one machine, and each machine has instances "
     "of its own"
 )
 REMOVED_KEYS = {"engine.ranks_at": _ON_ONE_MACHINE, "engine.ranks_here": _ON_ONE_MACHINE}
 """Keys of earlier versions, with what to do instead."""
-
-SERVE_KEYS: Mapping[str, Setting] = _settings(
-    ServeTable,
-    host=String(),
-    port=Whole(minimum=0, maximum=65_535),
-    ports=String(),
-    api_key=String(),
-    api_key_file=String(),
-    allowed_hosts=String(),
-    instances=Whole(minimum=1, maximum=16),
-    prefill=Whole(minimum=0, maximum=16),
-    decode=Whole(minimum=0, maximum=16),
-    body_bytes_max=Bytes(minimum=1_024, maximum=1 << 30),
-    requests_max=Whole(minimum=1, maximum=65_536),
-    connections_max=Whole(minimum=1, maximum=65_536),
-    header_s=Number(minimum=0.1, maximum=3_600),
-    body_s=Number(minimum=0.1, maximum=3_600),
-    drain_s=Number(minimum=0, maximum=86_400),
-    silence_s=Number(minimum=1, maximum=3_600),
-    when_paused=String(choices=("refuse", "wait")),
-    paused_wait_s=Number(minimum=0.1, maximum=86_400),
-    log_level=String(choices=LOG_LEVELS),
-    log_json=Flag(),
-    router=String(),
-    number=Whole(minimum=0, maximum=1_023),
-    keys_file=String(),
-    record=String(),
-    record_mib=Whole(minimum=1, maximum=1 << 20),
-    tracing=Flag(),
-)
-
-ROUTING_KEYS: Mapping[str, Setting] = _settings(
-    RoutingTable,
-    cached_weight=Number(minimum=0, maximum=1_000_000),
-    load_weight=Number(minimum=0, maximum=1_000_000),
-    computing_weight=Number(minimum=0, maximum=1_000_000),
-    failed_weight=Number(minimum=0, maximum=1_000_000),
-    failed_s=Number(minimum=0, maximum=86_400),
-    equal_blocks=Number(minimum=0, maximum=1_000_000),
-    handoff_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
-    attempts_max=Whole(minimum=1, maximum=16),
-)
 
 STARTER_TOML = """\
 version = 1
@@ -279,9 +126,6 @@ kind = "memory"  # To try it. To serve: "host", shared memory that a GPU copies 
 blocks = 8192
 """
 """A configuration to begin with: managed device blocks over one memory tier."""
-
-
-Settings = TypeVar("Settings")
 
 
 def load_config(path: str | Path) -> Config:
@@ -382,31 +226,24 @@ def _read_config(document: dict[str, object]) -> Config:
     for name in document:
         with problems.collect():
             _check_table_name(name)
-    model, table, device = None, None, None
-    with problems.collect():
-        model = _read_model(document)
+    if "model" not in document:
+        with problems.collect():
+            raise ConfigError("model", "is missing; must be a table with the name of the model")
+    model = _read_table("model", document, ModelSettings, problems)
+    table, device = None, None
     with problems.collect():
         table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
         device = _read_device(table)
     tiers, kinds = _read_tiers(document.get("tiers", []), problems)
-    handoff = _read_table("handoff", document, HANDOFF_KEYS, HandoffTable, problems)
-    engine = _read_table("engine", document, ENGINE_KEYS, EngineTable, problems)
-    serve = _read_table("serve", document, SERVE_KEYS, ServeTable, problems)
-    routing = _read_table("routing", document, ROUTING_KEYS, RoutingTable, problems)
+    tables = {
+        name: _read_table(name, document, owner, problems)
+        for name, owner in OPTIONAL_TABLES.items()
+    }
     # What concerns all tiers together can be judged only where each of them is in order.
     problems.refuse_if_any()
-    assert model is not None, "read, or refused"
     assert table is not None, "read, or refused"
-    return Config(
-        model=model,
-        cache=_read_cache(table, device, tiers),
-        tier_kinds=kinds,
-        handoff=handoff,
-        engine=engine,
-        serve=serve,
-        routing=routing,
-        **table.fields_of(Config),
-    )
+    cache = _read_cache(table, device, tiers)
+    return Config(model=model, cache=cache, tier_kinds=kinds, **tables, **table.fields_of(Config))
 
 
 def _check_table_name(name: str) -> None:
@@ -414,17 +251,11 @@ def _check_table_name(name: str) -> None:
         raise ConfigError(name, unknown(name, TABLES))
 
 
-def _read_table(
-    name: str,
-    document: dict[str, object],
-    keys: Mapping[str, Setting],
-    owner: type[Settings],
-    problems: _Problems,
-) -> Settings | None:
-    """The settings of an optional table; `None` if it is left out or was refused."""
+def _read_table(name: str, document: dict[str, object], owner: type, problems: _Problems) -> Any:  # noqa: ANN401  (the owner)
+    """The settings of a table; `None` if it is left out or was refused."""
     with problems.collect():
         if name in document:
-            return owner(**_Table(name, document[name], keys).fields_of(owner))
+            return owner(**_Table(name, document[name], settings_of(owner)).fields_of(owner))
     return None
 
 
@@ -434,13 +265,6 @@ def _check_version(document: dict[str, object]) -> None:
     version = document["version"]
     if type(version) is not int or version != VERSION:
         raise ConfigError("version", f"is {version!r}, must be {VERSION}: no other is known here")
-
-
-def _read_model(document: dict[str, object]) -> ModelSettings:
-    if "model" not in document:
-        raise ConfigError("model", "is missing; must be a table with the name of the model")
-    table = _Table("model", document["model"], MODEL_KEYS)
-    return ModelSettings(**table.fields_of(ModelSettings))
 
 
 def _read_cache(
@@ -627,21 +451,16 @@ def print_toml(config: Config) -> str:
     device = config.cache.device
     parts = [
         f"version = {VERSION}\n",
-        _table("[model]", _values(MODEL_KEYS, config.model)),
+        _table("[model]", _values(settings_of(ModelSettings), config.model)),
         _table("[cache]", _cache(config)),
         _quotas("[cache.quotas]", device.quotas if device else {}),
     ]
     for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
         parts.append(_table("[[tiers]]", _tier(tier, kind)))
         parts.append(_quotas("[tiers.quotas]", tier.quotas))
-    if config.handoff is not None:
-        parts.append(_table("[handoff]", _values(HANDOFF_KEYS, config.handoff)))
-    if config.engine is not None:
-        parts.append(_table("[engine]", _values(ENGINE_KEYS, config.engine)))
-    if config.serve is not None:
-        parts.append(_table("[serve]", _serve(config.serve)))
-    if config.routing is not None:
-        parts.append(_table("[routing]", _values(ROUTING_KEYS, config.routing)))
+    for name, owner in OPTIONAL_TABLES.items():
+        if (settings := getattr(config, name)) is not None:
+            parts.append(_table(f"[{name}]", _values(settings_of(owner), settings)))
     return "\n".join(part for part in parts if part)
 
 
@@ -653,15 +472,10 @@ def _values(keys: Mapping[str, Setting], *owners: object) -> dict[str, Value]:
         if setting.owner in of_type and not isinstance(setting.key, Shares):
             value = getattr(of_type[setting.owner], setting.field)
             found[name] = value.value if isinstance(value, Enum) else value
+    # Printed text ends up in terminals, logs and bug reports, where no key belongs.
+    if found.get("api_key"):
+        del found["api_key"]
     return found
-
-
-def _serve(serve: ServeTable) -> dict[str, Value]:
-    """Printed text ends up in terminals, logs and bug reports, where no key belongs."""
-    values = _values(SERVE_KEYS, serve)
-    if serve.api_key:
-        del values["api_key"]
-    return values
 
 
 def _cache(config: Config) -> dict[str, Value]:

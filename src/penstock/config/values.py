@@ -1,6 +1,7 @@
 """A configuration as values: what the rest of Penstock is built from.
 
-The defaults are stated here; `schema` has the ranges, `reference` what each key means.
+Each field says what it is in a file: its type and bounds, its default, and under it what it means,
+as `penstock.vocabulary.schema` explains.
 
 A configuration names the place of the secret, `file:/PATH` or `env:NAME`, never the secret: it
 travels between processes and is printed. Every process that makes keys reads the secret itself,
@@ -26,27 +27,29 @@ The one rule that must not break: a `Config` that exists is usable; whatever cou
 with it was refused when it was built.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
 import re
-
-# msgspec resolves the annotations when it decodes a `Config`, so imports for them must be real.
-from collections.abc import Mapping  # noqa: TC003
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from penstock.cache.settings import CacheSettings  # noqa: TC001
-from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
+from penstock.cache.settings import BLOCKS_MAX, COUNT_MAX, CacheSettings
 from penstock.config.shared_stores import (
     ANYWHERE,
     CLIENT_SETTINGS,
+    PORT_MAX,
     UNIX,
+    DiskOptions,
+    HostOptions,
+    MooncakeSettings,
+    ObjectSettings,
+    RedisSettings,
     port_range,
     require_address,
     require_host,
@@ -54,33 +57,49 @@ from penstock.config.shared_stores import (
     require_socket,
 )
 from penstock.errors import ConfigError
-from penstock.extensions import OTHER_TIERS
+from penstock.extensions import OTHER_TIERS, OTHER_TRANSPORTS
 from penstock.vocabulary.keys import ALGORITHMS, FIELD_BYTES_MAX, KEPT, KeyChain, Namespace, frame
 from penstock.vocabulary.planes import DTYPE_NAMES
+from penstock.vocabulary.schema import (
+    Bytes,
+    Number,
+    String,
+    Text,
+    TierOption,
+    Value,
+    Whole,
+    YesNo,
+    settings_of,
+)
+
+_Weight: TypeAlias = Annotated[float, Number(minimum=0, maximum=1_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTable:
     """`[routing]`: how the router chooses instances; weights are in cached blocks of a prompt."""
 
-    cached_weight: float = 1.0
-    """What a leading block of the prompt is worth that an instance has in any tier."""
-    load_weight: float = 8.0
-    """What each request under way counts against an instance: a long queue outweighs a hit."""
-    computing_weight: float = 32.0
-    """What counts against a decode instance while no prefill instance can compute for it."""
-    failed_weight: float = 32.0
-    """What counts against a prefill instance for each prompt that it failed to hand over lately."""
-    failed_s: float = 10.0
+    cached_weight: _Weight = 1.0
+    """Worth of a leading block of the prompt that an instance has, in any tier."""
+    load_weight: _Weight = 8.0
+    """Each request under way counts so much against an instance.
+
+    A long queue outweighs a hit."""
+    computing_weight: _Weight = 32.0
+    """Counts against a decode instance while no prefill instance can compute for it."""
+    failed_weight: _Weight = 32.0
+    """Counts against a prefill instance for each prompt that it failed to compute lately."""
+    failed_s: Annotated[float, Number(minimum=0, maximum=86_400)] = 10.0
     """How long such a failure counts."""
-    equal_blocks: float = 1.0
-    """Instances that differ by no more than this in worth get requests in turn. All conversations
-    share a start, such as the first lines of a chat template, which would otherwise send all of
-    them to one instance."""
-    handoff_tokens_min: int = 0
-    """A prompt of which decode has all but so many tokens, or fewer, is not started on a prefill
-    instance; 0: a block."""
-    attempts_max: int = 3
+    equal_blocks: _Weight = 1.0
+    """Instances that differ by no more than this get requests in turn.
+
+    All conversations share a start, such as the first lines of a chat template, which would
+    otherwise send all of them to one instance."""
+    handoff_tokens_min: Annotated[int, Whole(minimum=0, maximum=COUNT_MAX)] = 0
+    """A prompt of which decode has all but so many tokens is not started on a prefill instance;
+    0: a block."""
+    attempts_max: Annotated[int, Whole(minimum=1, maximum=16)] = 3
     """How many instances a request is sent to, one after the other, if they are lost."""
 
 
@@ -155,10 +174,6 @@ DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
 UNKNOWN = "unknown"
 """The value in a namespace where the weights version or the KV type was not given."""
-LAYER_WISE = ("auto", "off")
-"""Whether a step may compute on loads that are still arriving, layer by layer."""
-BLOCKS_MAX = 2**31 - 1
-"""Slot numbers are kept in 32-bit integers."""
 NOT_PERSISTED = (
     "is not given: nothing is kept beyond the process, and the tiers that do so stay off, since "
     "blocks of other weights could be taken for those of this model"
@@ -174,14 +189,6 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"
 """The environment variable that may hold the API key."""
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
-_SHARED_OPTIONS = {
-    "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), 256.0),
-    "ask_ms": TierOption(Number(minimum=1, maximum=10_000), 50.0),
-    "timeout_s": TierOption(Number(minimum=0.01, maximum=600), 2.0),
-    "threads": TierOption(Whole(minimum=1, maximum=64), 4),
-}
-"""What every kind of shared store has."""
-_COMPRESSION = TierOption(String(choices=("off", "zstd")), "off")
 NOT_COMPRESSED = {
     "memory": "its blocks are in memory, where nothing is gained",
     "host": "its blocks are in memory, and are copied at more than the rate of compression",
@@ -191,62 +198,14 @@ NOT_COMPRESSED = {
 """Kinds without the key `compression`, and why."""
 TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "memory": {},
-    "host": {
-        "gib": TierOption(Gib(minimum=0, maximum=65_536), 0.0),
-        "huge_pages": TierOption(String(choices=("auto", "never")), "auto"),
-        "numa_node": TierOption(Whole(minimum=-1, maximum=1_023), -1),
-    },
-    "disk": {
-        "path": TierOption(String(), None),
-        "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), None),
-        "threads": TierOption(Whole(minimum=4, maximum=8), 6),
-        "key_file": TierOption(String(), ""),
-        "other_versions": TierOption(String(choices=("refuse", "reclaim")), "refuse"),
-    },
-    "redis": {
-        "url": TierOption(String(), None),
-        "password_file": TierOption(String(), ""),
-        "password_env": TierOption(String(), ""),
-        "sentinel": TierOption(String(), ""),
-        "sentinel_password_file": TierOption(String(), ""),
-        "sentinel_password_env": TierOption(String(), ""),
-        "cluster": TierOption(Flag(), default=False),
-        "ca_file": TierOption(String(), ""),
-        "certificate_file": TierOption(String(), ""),
-        "key_file": TierOption(String(), ""),
-        "ttl_s": TierOption(Number(minimum=0, maximum=31_536_000), 0.0),
-        "compression": _COMPRESSION,
-        **_SHARED_OPTIONS,
-    },
-    "mooncake": {
-        "master": TierOption(String(), None),
-        "host": TierOption(String(), ""),
-        "protocol": TierOption(String(choices=("tcp", "rdma")), "tcp"),
-        "devices": TierOption(String(), ""),
-        "segment_gib": TierOption(Gib(minimum=0, maximum=65_536), 0.0),
-        "replicas": TierOption(Whole(minimum=1, maximum=16), 1),
-        "staging_mib": TierOption(Whole(minimum=1, maximum=1024), 32),
-        **_SHARED_OPTIONS,
-    },
-    "objects": {
-        "url": TierOption(String(), None),
-        "endpoint": TierOption(String(), ""),
-        "region": TierOption(String(), ""),
-        "key_id_file": TierOption(String(), ""),
-        "key_id_env": TierOption(String(), ""),
-        "secret_file": TierOption(String(), ""),
-        "secret_env": TierOption(String(), ""),
-        "ca_file": TierOption(String(), ""),
-        "refresh_s": TierOption(Number(minimum=0.1, maximum=3600), 2.0),
-        "compression": _COMPRESSION,
-        **_SHARED_OPTIONS,
-        "ask_ms": TierOption(Number(minimum=1, maximum=10_000), 200.0),
-        "timeout_s": TierOption(Number(minimum=0.01, maximum=600), 30.0),
-        "threads": TierOption(Whole(minimum=1, maximum=64), 8),
-    },
+    "host": settings_of(HostOptions),
+    "disk": settings_of(DiskOptions),
+    "redis": settings_of(RedisSettings),
+    "mooncake": settings_of(MooncakeSettings),
+    "objects": settings_of(ObjectSettings),
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
-SHARED_KINDS = frozenset({"redis", "mooncake", "objects"})
+SHARED_KINDS = frozenset(CLIENT_SETTINGS)
 """Kinds that many engines share: somebody else keeps their blocks."""
 STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
 """Kinds that the store process serves: slower than host memory, and their blocks outlive it."""
@@ -271,13 +230,17 @@ def tier_options(kind: str, *, place: str = "kind") -> Mapping[str, TierOption]:
 class ModelSettings:
     """What every key of one engine says about the model; `Namespace` explains the fields."""
 
-    name: str
-    weights_version: str = ""
-    """Empty: unknown."""
-    kv_dtype: str = ""
-    """Empty: `penstock.open` takes that of the arrays it is given; unknown elsewhere."""
-    kv_scales: str = ""
-    rotary: str = ""
+    name: Text
+    """The model."""
+    weights_version: Text = ""
+    """Usually a digest of the weights; empty: unknown."""
+    kv_dtype: Annotated[str, String(choices=("", *DTYPE_NAMES))] = ""
+    """Element type of the KV, or a short name such as `bf16`; empty: that of the arrays given to
+    `penstock.open`, otherwise `unknown`."""
+    kv_scales: Text = ""
+    """Digest of the scales of quantised KV."""
+    rotary: Text = ""
+    """Rotary configuration, if not the model's own."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -286,7 +249,7 @@ class ModelSettings:
             raise ConfigError(
                 "model.kv_dtype", f"is {self.kv_dtype!r}, must be one of {', '.join(DTYPE_NAMES)}"
             )
-        for name in ("name", "weights_version", "kv_dtype", "kv_scales", "rotary"):
+        for name in settings_of(ModelSettings):
             size = len(getattr(self, name).encode("utf-8"))
             if size > FIELD_BYTES_MAX:
                 raise ConfigError(
@@ -319,11 +282,12 @@ def _namespace(model: ModelSettings, tenant: str, adapter: str, kv_group: str) -
 class TierKind:
     """What a tier is made of, with the settings that only this kind has."""
 
-    name: str
+    name: Annotated[str, String(), "kind"]
+    """`memory`, `host`, `disk`, `redis`, `mooncake`, `objects`, or an installed one."""
     options: Mapping[str, Value] = field(default_factory=dict)
-    required: bool = False
-    """Whether a machine that cannot give the tier its memory is an error; otherwise the cache is
-    opened without the tier."""
+    required: YesNo = False
+    """True (not for stored tiers): no memory for the tier is an error; false: the cache runs
+    without it."""
 
     def __post_init__(self) -> None:
         known = tier_options(self.name)
@@ -345,7 +309,7 @@ class TierKind:
                 "store process has answered",
             )
         if self.name in CLIENT_SETTINGS:
-            CLIENT_SETTINGS[self.name](self.options)
+            CLIENT_SETTINGS[self.name](**self.options)
         if self.name == "disk" and not str(self.options["path"]).strip("/."):
             raise ConfigError(
                 "path",
@@ -363,64 +327,88 @@ AUTO = "auto"
 SHARED_MEMORY = "shared_memory"
 NIXL = "nixl"
 """The data transports that are built in."""
+_Patience: TypeAlias = Annotated[float, Number(minimum=0.1, maximum=86_400)]
+_Seconds: TypeAlias = Annotated[float, Number(minimum=0.1, maximum=3_600)]
+_Memory: TypeAlias = Annotated[int, Bytes(minimum=1 << 20, maximum=1 << 44)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTable:
     """`[handoff]`: how KV travels from a prefill instance to a decode instance, and its bounds."""
 
-    transport: str = AUTO
-    handoff_s: float = 60.0
+    transport: Annotated[
+        str, String(choices=(AUTO, SHARED_MEMORY, NIXL), others=OTHER_TRANSPORTS)
+    ] = AUTO
+    """How KV gets from prefill to decode instances; `auto`: by shared memory on one machine,
+    otherwise by NIXL; others can be installed."""
+    handoff_s: _Patience = 60.0
     """After which time decode computes a prompt itself that it did not get."""
-    lease_s: float = 120.0
+    lease_s: _Patience = 120.0
     """How long prefill keeps a prompt's blocks after decode last asked for it."""
-    park_s: float = 60.0
+    park_s: _Patience = 60.0
     """How long a claim waits for a prompt that was not offered yet."""
-    resend_s: float = 0.25
-    resend_cap_s: float = 4.0
-    resend_limit_s: float = 30.0
+    resend_s: Annotated[float, Number(minimum=0.01, maximum=3_600)] = 0.25
+    """A message without an answer is sent again after this, then after twice as long, …"""
+    resend_cap_s: _Seconds = 4.0
+    """… but at least this often; at least 8 times `resend_s`."""
+    resend_limit_s: _Seconds = 30.0
+    """A peer that takes longer than `resend_cap_s` to answer is asked as seldom as it answers, but
+    at least this often."""
     # A step on a CPU may take seconds, in which a scheduler sends nothing; the router sees at once
     # that a process has died.
-    ping_s: float = 2.0
-    suspect_s: float = 20.0
-    berth_bytes: int = 4 << 20
-    """The largest part of a prompt that travels at once."""
-    berth_count: int = 0
+    ping_s: _Seconds = 2.0
+    """A peer that was silent so long is asked whether it is there."""
+    suspect_s: _Seconds = 20.0
+    """A peer that was silent so long is suspected."""
+    berth_bytes: Annotated[int, Bytes(minimum=4_096, maximum=1 << 30)] = 4 << 20
+    """The largest part of a prompt that travels at once; a block of one layer must fit."""
+    berth_count: Annotated[int, Whole(minimum=0, maximum=1_024)] = 0
     """Parts under way between two ranks; 0: 8 on CPUs, 32 on GPUs."""
-    landing_bytes_max: int = 4 << 30
-    """Memory of a decode rank for parts that arrive, from all prefill ranks."""
-    retired_bytes_max: int = 1 << 30
-    """As much of it may wait for prefill ranks that were lost to be seen dead."""
-    peers_max: int = 16
-    """Instances that one has pairs open with at a time."""
-    idle_s: float = 60.0
+    landing_bytes_max: _Memory = 4 << 30
+    """Memory of a decode rank for parts that arrive."""
+    retired_bytes_max: _Memory = 1 << 30
+    """As much of it may wait until lost prefill ranks are seen dead."""
+    peers_max: Annotated[int, Whole(minimum=1, maximum=1_024)] = 16
+    """Instances that one hands over with at a time; each pair gets its share of
+    `landing_bytes_max`."""
+    idle_s: _Patience = 60.0
     """A pair that no request has used so long is closed."""
+
+
+_Ranks: TypeAlias = Annotated[int, Whole(minimum=0, maximum=1_024)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTable:
     """`[engine]`: the model, and how it is computed."""
 
-    model: str = ""
-    """A folder with a checkpoint or a `.gguf` file; empty: the default model."""
-    role: str = "both"
-    prefill_tp: int = 0
-    """Ranks of an instance that computes prompts for another one; 0: each computes its own."""
-    decode_tp: int = 0
-    """Ranks of an instance that answers what another one has computed."""
-    handoff_host: str = ""
-    """The host of this machine at which instances of others reach its instances for handoffs;
-    empty: only instances of this machine do."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    graphs: bool = True
-    """Whether a GPU replays decode steps as CUDA graphs."""
-    threads: int = 0
-    """Of torch, in each rank; 0: the cores of the machine, divided by the ranks."""
-    step_tokens: int = 0
-    """Tokens of a step at most; 0: as many as suit the device."""
-    step_requests: int = 64
-    waiting_max: int = 1024
+    model: Text = ""
+    """Checkpoint folder or `.gguf` file; empty: the default model."""
+    role: Annotated[str, String(choices=("both", "prefill", "decode", "router"))] = "both"
+    """What `penstock serve` starts."""
+    prefill_tp: _Ranks = 0
+    """Ranks of a prefill instance; 0: each instance computes its own prompts."""
+    decode_tp: _Ranks = 0
+    """Ranks of a decode instance; both or neither, instead of `cache.ranks`."""
+    handoff_host: Text = ""
+    """Host of this machine at which instances of other machines reach its instances for handoffs;
+    empty: only those of this machine do."""
+    dtype: Annotated[str, String(choices=("float32", "bfloat16", "float16"))] = "float32"
+    """Of weights and KV; sets `model.kv_dtype`."""
+    device: Text = "cpu"
+    """`cpu`, `cuda` or `cuda:N`. `cuda`: each rank has a GPU; prefill and decode instances have
+    GPUs of their own if there are enough."""
+    graphs: YesNo = True
+    """Whether decode steps are CUDA graphs; never with several ranks."""
+    threads: Annotated[int, Whole(minimum=0, maximum=1_024)] = 0
+    """Torch threads of each rank; 0: cores divided by all ranks. They wait for each other asleep;
+    with `OMP_WAIT_POLICY=ACTIVE` in the environment spinning, quicker on idle cores."""
+    step_tokens: Annotated[int, Whole(minimum=0, maximum=65_536)] = 0
+    """Tokens in a step, at least `step_requests`; 0: 512 on CPUs, 2048 on GPUs."""
+    step_requests: Annotated[int, Whole(minimum=1, maximum=4_096)] = 64
+    """Requests in a step."""
+    waiting_max: Annotated[int, Whole(minimum=1, maximum=COUNT_MAX)] = 1024
+    """Waiting requests of each instance; more are refused."""
 
     def __post_init__(self) -> None:
         if _DEVICE.fullmatch(self.device) is None:
@@ -455,56 +443,75 @@ class EngineTable:
         return self.step_tokens or max(suited, self.step_requests)
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_Instances: TypeAlias = Annotated[int, Whole(minimum=0, maximum=16)]
+_Many: TypeAlias = Annotated[int, Whole(minimum=1, maximum=65_536)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTable:
     """`[serve]`: the address, and what clients may do."""
 
-    host: str = LOOPBACK
-    port: int = 8000
-    api_key: str = field(default="", repr=False)
-    api_key_file: str = ""
-    """A file that holds the key, instead of `api_key`."""
-    allowed_hosts: str = ""
-    """Further names of this server in `Host` headers, separated by commas."""
-    instances: int = 1
-    prefill: int = 0
-    """Instances that compute prompts for others; 0: as many as `instances`, if the ranks of a
-    role are given."""
-    decode: int = 0
-    """Instances that answer what those have computed."""
-    body_bytes_max: int = 1 << 20
-    requests_max: int = 512
-    connections_max: int = 1024
-    header_s: float = 10.0
-    """How long the head of a request may take to arrive."""
-    body_s: float = 60.0
-    """How long the body of a request may take to arrive."""
-    drain_s: float = 20.0
-    """How long answers may go on after the server was asked to stop."""
-    silence_s: float = 30.0
-    """How long a process of this server may be silent before it is taken for lost. One whose
-    connection is closed, as by its end, is lost at once; this is for those that stand still, and
-    longer than machines do now and then."""
-    when_paused: str = "refuse"
-    """What becomes of requests while the server is paused: `refuse` (status 503) or `wait`."""
-    paused_wait_s: float = 600.0
-    """How long they wait, before they are refused all the same."""
-    log_level: str = "info"
-    log_json: bool = False
-    router: str = ""
-    """Where a router lets instances in that other commands start; empty: only its own."""
-    number: int = 0
-    """Which of the router's instances, or pairs, this one is."""
-    ports: str = "0"
-    """Where the processes of this command listen for other machines, beside the addresses that are
-    settings of their own: a port, or a range such as `5200-5299`; 0: any."""
-    keys_file: str = ""
-    """The keys of this machine and its peers, for roles on several machines."""
-    record: str = ""
-    """A file that requests are recorded in, for `penstock replay`; empty: none."""
-    record_mib: int = 1024
-    """Where recording ends: a GiB names 67 million blocks."""
-    tracing: bool = False
+    host: Text = LOOPBACK
+    """Address or host name to listen on; `unix:/PATH`: a socket, without `port`."""
+    port: Annotated[int, Whole(minimum=0, maximum=PORT_MAX)] = 8000
+    """0: a free one."""
+    ports: Text = "0"
+    """Where this command's processes listen over TCP for other machines: a port, or a range such as
+    `"5200-5299"`; `"0"`: the kernel chooses."""
+    api_key: Text = field(default="", repr=False)
+    """API key; empty: everybody is served. Never printed."""
+    api_key_file: Text = ""
+    """File with the API key."""
+    allowed_hosts: Text = ""
+    """Further names of this server, such as that of a proxy, separated by commas."""
+    instances: Annotated[int, Whole(minimum=1, maximum=16)] = 1
+    """Copies of the model, or of each role, each with its own cache."""
+    prefill: _Instances = 0
+    """Prefill instances; this and `decode`, or neither; 0: `instances`, if `engine.prefill_tp` is
+    given."""
+    decode: _Instances = 0
+    """Decode instances."""
+    body_bytes_max: Annotated[int, Bytes(minimum=1_024, maximum=1 << 30)] = 1 << 20
+    """Longer requests get status 413."""
+    requests_max: _Many = 512
+    """Requests in progress; more get status 429."""
+    connections_max: _Many = 1024
+    """Open connections."""
+    header_s: _Seconds = 10.0
+    """Time for the head of a request."""
+    body_s: _Seconds = 60.0
+    """Time for its body."""
+    drain_s: Annotated[float, Number(minimum=0, maximum=86_400)] = 20.0
+    """Time for answers to end when stopping."""
+    silence_s: Annotated[float, Number(minimum=1, maximum=3_600)] = 30.0
+    """A server, instance or rank of this command that was silent so long is taken for lost; one
+    that has ended, at once.
+
+    This is for processes that stand still, and longer than machines do now and then."""
+    when_paused: Annotated[str, String(choices=("refuse", "wait"))] = "refuse"
+    """Requests to a paused server: status 503, or they wait."""
+    paused_wait_s: _Patience = 600.0
+    """How long they wait.
+
+    Then they are refused all the same."""
+    log_level: Annotated[str, String(choices=LOG_LEVELS)] = "info"
+    """Level of the log."""
+    log_json: YesNo = False
+    """One JSON object a line."""
+    router: Text = ""
+    """`tcp://HOST:PORT` of the role `router`."""
+    number: Annotated[int, Whole(minimum=0, maximum=1_023)] = 0
+    """Number of this command's first instance at the router."""
+    keys_file: Text = ""
+    """Keys of the machines, needed off the loopback interface."""
+    record: Text = ""
+    """File to record requests in; if it exists, `NAME-2` and so on; also for vLLM's connector."""
+    record_mib: Annotated[int, Whole(minimum=1, maximum=1 << 20)] = 1024
+    """Size at which the recording ends.
+
+    A GiB names 67 million blocks."""
+    tracing: YesNo = False
     """Whether each request becomes a span for OpenTelemetry."""
 
     def __post_init__(self) -> None:
@@ -542,32 +549,32 @@ class Config:
 
     model: ModelSettings
     cache: CacheSettings
-    hash: str = "sha256"
-    salt: str = ""
-    """Where the secret is that keys depend on, `file:/PATH` or `env:NAME`; empty: there is none."""
+    hash: Annotated[str, String(choices=tuple(ALGORITHMS))] = "sha256"
+    """Hash of the keys; `xxh3_128` only if all requests trust each other."""
+    salt: Text = ""
+    """`file:/PATH` or `env:NAME`: where a secret of 16 to 4096 bytes is that keys depend on."""
     tier_kinds: tuple[TierKind, ...] = ()
     """One for each of `cache.tiers`, in the same order."""
-    equal_ranks: bool = False
-    """Whether all ranks hold equal bytes, as with latent attention: then they share one hub."""
-    layer_wise: str = "off"
-    """`auto`: loads fill layer by layer where the device can wait for a layer, and a step may
-    compute on those whose layers will arrive in time; `off`: a request waits until its loads have
-    ended, which are made whole."""
-    device_wait_s: float = 30.0
-    """A device that ends none of its copies for this long while somebody waits counts as stuck."""
+    equal_ranks: YesNo = False
+    """All ranks hold equal bytes (latent attention) and share the first tier, which must be of kind
+    `"host"`."""
+    layer_wise: Annotated[str, String(choices=("auto", "off"))] = "off"
+    """`auto`: loads onto a GPU fill layer by layer, a little slower; `penstock serve` with one rank
+    joins them, without a measured gain.
+
+    A step may then compute on loads whose layers will arrive in time. `off`: a request waits until
+    its loads have ended, which are made whole."""
+    device_wait_s: Annotated[float, Number(minimum=0.001, maximum=3_600)] = 30.0
+    """A device that ends no copy (in `penstock serve`: no step) for this long counts as stuck."""
     handoff: HandoffTable | None = None
     engine: EngineTable | None = None
     serve: ServeTable | None = None
     routing: RoutingTable | None = None
 
     def __post_init__(self) -> None:
-        if self.hash not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS)
-            raise ConfigError("hash", f"is {self.hash!r}, must be one of {known}")
+        for name in ("hash", "layer_wise"):
+            settings_of(Config)[name].key.read(name, getattr(self, name))
         require_salt(self.salt, algorithm=self.hash)
-        if self.layer_wise not in LAYER_WISE:
-            known = ", ".join(LAYER_WISE)
-            raise ConfigError("layer_wise", f"is {self.layer_wise!r}, must be one of {known}")
         if not self.device_wait_s > 0:
             raise ConfigError("device_wait_s", f"is {self.device_wait_s}, must be more than 0")
         if len(self.tier_kinds) != len(self.cache.tiers):
@@ -668,7 +675,7 @@ class Config:
         return tree
 
     @classmethod
-    def from_builtins(cls, tree: object) -> Config:
+    def from_builtins(cls, tree: object) -> "Config":
         """The configuration that `to_builtins` returned, in whatever process.
 
         Raises:

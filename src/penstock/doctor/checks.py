@@ -509,7 +509,7 @@ def _check_stores(facts: MachineFacts) -> Iterator[DoctorFinding]:
     """Whether somebody answers where the configuration has its shared stores."""
     for kind in STORE_KINDS:
         for name, found in _tiers(facts, kind):
-            yield _store_finding(facts, name, CLIENT_SETTINGS[kind](found.options))
+            yield _store_finding(facts, name, CLIENT_SETTINGS[kind](**found.options))
 
 
 def _store_finding(facts: MachineFacts, name: str, settings: object) -> DoctorFinding:

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.cache.settings import CacheSettings, TierSettings
+from penstock.cache.settings import BLOCKS_MAX, CacheSettings, TierSettings
 from penstock.config import parse_config
-from penstock.config.values import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.report import LEFT_OUT, ReplayReport, report_on
 from penstock.replay.simulation import GIB, BestPossible, Replay, Speeds, useful_blocks

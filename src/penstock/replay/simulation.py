@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from penstock.cache.settings import TierSettings
+from penstock.cache.settings import BLOCKS_MAX, TierSettings
 from penstock.cache.states import LeaseState
-from penstock.config.values import BLOCKS_MAX, DEVICE_NAME, UNSIZED_BLOCKS
+from penstock.config.values import DEVICE_NAME, UNSIZED_BLOCKS
 from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError
 from penstock.machine.effects import Copy, Granted, LeaseChanged, answer
 from penstock.machine.events import Acquire, Commit, Computed, CopyReport, Grow, ReleaseLease, Tick

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from penstock.cache.settings import HUB
-from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED, SHARED_KINDS
+from penstock.cache.settings import BLOCKS_MAX, HUB
+from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
 from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.extensions import OTHER_TIERS
 from penstock.store.disk.format import ROW_BYTES, SEGMENT_BYTES, Geometry

@@ -373,7 +373,7 @@ class MooncakeBlobs:
 
     def _replication(self, *, pinned: bool = False) -> object:
         config = self._package.ReplicateConfig()
-        config.replica_num = self._settings.replica_count
+        config.replica_num = self._settings.replicas
         config.with_hard_pin = pinned
         return config
 

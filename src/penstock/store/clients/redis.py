@@ -265,7 +265,7 @@ class RedisBlobs:
         self._free = threading.BoundedSemaphore(settings.threads)
         self._warned = False
         ttl_s = settings.ttl_s
-        self._options = [b"NX"] if ttl_s is None else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
+        self._options = [b"NX"] if not ttl_s else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
 
     @property
     def threads(self) -> int:

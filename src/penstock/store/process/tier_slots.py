@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config.shared_stores import mooncake_settings, object_settings, redis_settings
+from penstock.config.shared_stores import MooncakeSettings, ObjectSettings, RedisSettings
 from penstock.errors import ConfigError, PenstockError, UnavailableError, install_hint
 from penstock.store.base import OPENING, AskedTier, StoreTier, TierState
 from penstock.store.disk.format import load_cipher
@@ -40,19 +40,19 @@ Options = Mapping[str, Any]
 def _redis(options: Options) -> BlobStore:
     from penstock.store.clients.redis import RedisBlobs  # noqa: PLC0415
 
-    return RedisBlobs(redis_settings(options))
+    return RedisBlobs(RedisSettings(**options))
 
 
 def _mooncake(options: Options) -> BlobStore:
     from penstock.store.clients.mooncake import MooncakeBlobs  # noqa: PLC0415
 
-    return MooncakeBlobs(mooncake_settings(options))
+    return MooncakeBlobs(MooncakeSettings(**options))
 
 
 def _objects(options: Options) -> BlobStore:
     from penstock.store.clients.objects import open_objects  # noqa: PLC0415
 
-    return open_objects(object_settings(options))
+    return open_objects(ObjectSettings(**options))
 
 
 CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
@@ -60,7 +60,7 @@ CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
     "mooncake": _mooncake,
     "objects": _objects,
 }
-"""A new kind adds a row here and its keys in `penstock.config.values`."""
+"""A new kind adds a row here and its settings in `CLIENT_SETTINGS` of `penstock.config`."""
 
 
 def open_client(kind: str, options: Options) -> BlobStore:

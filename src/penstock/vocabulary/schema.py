@@ -1,4 +1,16 @@
-"""The kinds of values that a configuration file may hold.
+"""What a configuration file may say: kinds of values, and settings that declare their keys.
+
+A field of settings is declared in one place, with its type, bounds, default and meaning:
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class RoutingTable:
+        attempts_max: Annotated[int, Whole(minimum=1, maximum=16)] = 3
+        "How many instances a request is sent to."
+
+What reads and prints a file, and the tables of its keys, are made from that. A name behind the
+kind is that of the key where the field has another one: `Annotated[int, Whole(…), "blocks"]`. A
+field without a kind is no key. Modules of settings do without `from __future__ import annotations`,
+so that a field has its type and not the text of it.
 
 | kind     | TOML                                                     |
 |----------|----------------------------------------------------------|
@@ -10,24 +22,27 @@
 | `EnumChoice` | string, the value of an enum's member                    |
 | `Flag`   | boolean                                                  |
 | `Shares` | table of numbers 0…1                                     |
-
-A kind has bounds but no default: defaults are those of the settings that a file becomes.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeAlias
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from enum import Enum
 
     from penstock.extensions import ExtensionGroup
+
+
+def _refused(place: str, value: object, must_be: object) -> ConfigError:
+    return ConfigError(place, f"is {value!r}, must be {must_be}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +55,9 @@ class Whole:
     def read(self, place: str, value: object) -> int:
         """Returns the value, or refuses it in the name of `place`."""
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(place, f"is {value!r}, must be {self}")
+            raise _refused(place, value, self)
         if not self.minimum <= value <= self.maximum:
-            raise ConfigError(place, f"is {value}, must be {self}")
+            raise _refused(place, value, self)
         return value
 
     def __str__(self) -> str:
@@ -59,10 +74,10 @@ class Number:
     def read(self, place: str, value: object) -> float:
         """Returns the value, or refuses it in the name of `place`."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(place, f"is {value!r}, must be {self}")
+            raise _refused(place, value, self)
         # Written so that `nan`, which compares with nothing, is refused too.
         if not self.minimum <= value <= self.maximum:
-            raise ConfigError(place, f"is {value}, must be {self}")
+            raise _refused(place, value, self)
         return float(value)
 
     def __str__(self) -> str:
@@ -70,12 +85,12 @@ class Number:
 
 
 _UNITS: Mapping[str, int] = {
-    "B": 1,
-    **{f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)},
+    "b": 1,
+    **{f"{prefix}ib": 1 << 10 * power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(?P<unit>[A-Za-z]+)\s*")
-SIZE_EXAMPLES = '"512MiB" or "10GiB"'
+_OR_A_SIZE = 'or a size with its unit, such as "512MiB" or "10GiB"'
 
 
 def size_bytes(text: str) -> float | None:
@@ -84,10 +99,8 @@ def size_bytes(text: str) -> float | None:
     Units are those of a thousand (`KB`) and of 1,024 (`KiB`), in any case of letters.
     """
     found = _SIZE.fullmatch(text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if found is None or found["unit"].lower() not in units:
-        return None
-    return float(found["number"]) * units[found["unit"].lower()]
+    factor = _UNITS.get(found["unit"].lower()) if found else None
+    return float(found["number"]) * factor if found and factor else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +112,12 @@ class Bytes(Whole):
         if isinstance(value, str):
             size = size_bytes(value)
             if size is None or not size.is_integer():
-                raise ConfigError(place, f"is {value!r}, must be {self}")
+                raise _refused(place, value, self)
             value = int(size)
         return Whole.read(self, place, value)
 
     def __str__(self) -> str:
-        return (
-            f"a number of bytes from {self.minimum} to {self.maximum}, or a size with its unit, "
-            f"such as {SIZE_EXAMPLES}"
-        )
+        return f"a number of bytes from {self.minimum} to {self.maximum}, {_OR_A_SIZE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +129,12 @@ class Gib(Number):
         if isinstance(value, str):
             size = size_bytes(value)
             if size is None:
-                raise ConfigError(place, f"is {value!r}, must be {self}")
+                raise _refused(place, value, self)
             value = size / (1 << 30)
         return Number.read(self, place, value)
 
     def __str__(self) -> str:
-        return (
-            f"a number of GiB from {self.minimum:g} to {self.maximum:g}, or a size with its unit, "
-            f"such as {SIZE_EXAMPLES}"
-        )
+        return f"a number of GiB from {self.minimum:g} to {self.maximum:g}, {_OR_A_SIZE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +148,13 @@ class String:
     def read(self, place: str, value: object) -> str:
         """Returns the value, or refuses it in the name of `place`."""
         if not isinstance(value, str):
-            raise ConfigError(place, f"is {value!r}, must be {self}")
+            raise _refused(place, value, self)
         if not self.choices or value in self.choices:
             return value
-        if self.others is None:
-            raise ConfigError(place, f"is {value!r}, must be {self}{nearest(value, self.choices)}")
-        if self.others.find(value, place) is None:
-            known = String(choices=(*self.choices, *self.others.names()))
-            raise ConfigError(
-                place, f"is {value!r}, must be {known}{nearest(value, known.choices)}"
-            )
-        return value
+        if self.others is not None and self.others.find(value, place) is not None:
+            return value
+        known = (*self.choices, *(self.others.names() if self.others else ()))
+        raise _refused(place, value, f"{String(choices=known)}{nearest(value, known)}")
 
     def __str__(self) -> str:
         return f"one of {', '.join(filter(None, self.choices))}" if self.choices else "a string"
@@ -165,11 +168,13 @@ class EnumChoice:
 
     def read(self, place: str, value: object) -> Enum:
         """Returns the member, or refuses the value in the name of `place`."""
-        names = tuple(str(member.value) for member in self.members)
-        return self.members(String(choices=names).read(place, value))
+        return self.members(self._names().read(place, value))
+
+    def _names(self) -> String:
+        return String(choices=tuple(str(member.value) for member in self.members))
 
     def __str__(self) -> str:
-        return f"one of {', '.join(str(member.value) for member in self.members)}"
+        return str(self._names())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +184,7 @@ class Flag:
     def read(self, place: str, value: object) -> bool:
         """Returns the value, or refuses it in the name of `place`."""
         if not isinstance(value, bool):
-            raise ConfigError(place, f"is {value!r}, must be {self}")
+            raise _refused(place, value, self)
         return value
 
     def __str__(self) -> str:
@@ -193,7 +198,7 @@ class Shares:
     def read(self, place: str, value: object) -> dict[str, float]:
         """Returns the value, or refuses it in the name of `place`."""
         if not isinstance(value, dict):
-            raise ConfigError(place, f"is {value!r}, must be {self}")
+            raise _refused(place, value, self)
         share = Number(minimum=0, maximum=1)
         return {tenant: share.read(f"{place}.{tenant}", given) for tenant, given in value.items()}
 
@@ -204,14 +209,59 @@ class Shares:
 Key: TypeAlias = Whole | Number | String | EnumChoice | Flag | Shares
 Value: TypeAlias = bool | int | float | str
 
+Text: TypeAlias = Annotated[str, String()]
+YesNo: TypeAlias = Annotated[bool, Flag()]
+
 
 @dataclass(frozen=True, slots=True)
 class TierOption:
     """A key that only one kind of tier has, with its default."""
 
-    key: Whole | Number | String | Flag
+    key: Key
     default: Value | None
     """`None`: the key must be given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(TierOption):
+    """A key of the file, and the field that it becomes; the default is as the file spells it."""
+
+    owner: type
+    """The settings that have the field."""
+    field: str
+    meaning: str = ""
+    """Empty: that of the field."""
+
+
+def settings_of(owner: type) -> Mapping[str, Setting]:
+    """The keys that become fields of some settings; those of a base class come last."""
+    return _settings_of(owner)
+
+
+@cache
+def _settings_of(owner: type) -> Mapping[str, Setting]:
+    of_base = {name for base in owner.__bases__ for name in getattr(base, "__annotations__", ())}
+    found = {}
+    for each in sorted(fields(owner), key=lambda each: each.name in of_base):
+        kind, *names = getattr(each.type, "__metadata__", [None])
+        if kind is not None:
+            default: Any = None if each.default is MISSING else each.default
+            if each.default_factory is not MISSING:
+                default = each.default_factory()
+            default = default.value if isinstance(default, Enum) else default
+            name = names[0] if names else each.name
+            found[name] = Setting(key=kind, default=default, owner=owner, field=each.name)
+    return found
+
+
+def read_fields(settings: object) -> None:
+    """Reads the fields of settings that are being built as if a file had given them.
+
+    Raises `ConfigError`: one is not what it is declared to be.
+    """
+    for name, setting in settings_of(type(settings)).items():
+        value = setting.key.read(name, getattr(settings, setting.field))
+        object.__setattr__(settings, setting.field, value)
 
 
 def unknown(name: str, known: Collection[str]) -> str:
