@@ -30,6 +30,7 @@ from penstock.config.values import (
     DEVICE_NAME,
     NOT_COMPRESSED,
     STORED_KINDS,
+    TIER_KIND,
     TIER_KINDS,
     UNSIZED_BLOCKS,
     Config,
@@ -42,11 +43,9 @@ from penstock.config.values import (
     tier_options,
 )
 from penstock.errors import ConfigError
-from penstock.extensions import OTHER_TIERS
 from penstock.vocabulary.schema import (
     Setting,
     Shares,
-    String,
     Whole,
     nearest,
     settings_of,
@@ -133,7 +132,7 @@ def load_config(path: str | Path) -> Config:
 
     Raises `ConfigError`: the file cannot be read, or `parse_config` refuses what it says.
     """
-    return parse_config(_read_file(path), source=str(path))
+    return load_completed(path, lambda _: None)
 
 
 def load_completed(path: str | Path, complete: Callable[[dict[str, object]], None]) -> Config:
@@ -141,13 +140,7 @@ def load_completed(path: str | Path, complete: Callable[[dict[str, object]], Non
 
     Raises `ConfigError`: as `load_config`.
     """
-    text = _read_file(path)
-    try:
-        document = _read_toml(text)
-        complete(document)
-        return _read_config(document)
-    except ConfigError as error:
-        raise _from_source(error, str(path)) from error
+    return _completed(_read_file(path), complete, source=str(path))
 
 
 def _read_file(path: str | Path) -> str:
@@ -174,8 +167,14 @@ def parse_config(text: str, *, source: str = "") -> Config:
         raise ConfigError("text", f"is {reprlib.repr(text)}, must be a TOML document, as a str")
     if not isinstance(source, str):
         raise ConfigError("source", f"is {reprlib.repr(source)}, must be a str")
+    return _completed(text, lambda _: None, source=source)
+
+
+def _completed(text: str, complete: Callable[[dict[str, object]], None], *, source: str) -> Config:
     try:
-        return _read_config(_read_toml(text))
+        document = _read_toml(text)
+        complete(document)
+        return _read_config(document)
     except ConfigError as error:
         if not source:
             raise
@@ -204,13 +203,16 @@ class _Problems:
     def __init__(self) -> None:
         self._found: list[ConfigError] = []
 
+    def add(self, error: ConfigError) -> None:
+        self._found += [ConfigError(error.field, error.problem), *error.further]
+
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Reading goes on after the block, also where it was refused."""
         try:
             yield
         except ConfigError as error:
-            self._found += [ConfigError(error.field, error.problem), *error.further]
+            self.add(error)
 
     def refuse_if_any(self) -> None:
         """Raises one error for all of them."""
@@ -224,11 +226,11 @@ def _read_config(document: dict[str, object]) -> Config:
     _check_version(document)
     problems = _Problems()
     for name in document:
-        with problems.collect():
-            _check_table_name(name)
+        if name not in TABLES:
+            problems.add(ConfigError(name, unknown(name, TABLES)))
     if "model" not in document:
-        with problems.collect():
-            raise ConfigError("model", "is missing; must be a table with the name of the model")
+        problem = "is missing; must be a table with the name of the model"
+        problems.add(ConfigError("model", problem))
     model = _read_table("model", document, ModelSettings, problems)
     table, device = None, None
     with problems.collect():
@@ -244,11 +246,6 @@ def _read_config(document: dict[str, object]) -> Config:
     assert table is not None, "read, or refused"
     cache = _read_cache(table, device, tiers)
     return Config(model=model, cache=cache, tier_kinds=kinds, **tables, **table.fields_of(Config))
-
-
-def _check_table_name(name: str) -> None:
-    if name not in TABLES:
-        raise ConfigError(name, unknown(name, TABLES))
 
 
 def _read_table(name: str, document: dict[str, object], owner: type, problems: _Problems) -> Any:  # noqa: ANN401  (the owner)
@@ -339,13 +336,12 @@ def _read_tier_and_kind(
 
 def _read_kind(place: str, given: Mapping[str, object]) -> str:
     # The kind decides which keys the table may have, so it is read before the table is.
-    kinds = String(choices=tuple(TIER_KINDS), others=OTHER_TIERS)
     if "kind" in given:
-        return kinds.read(f"{place}.kind", given["kind"])
+        return TIER_KIND.read(f"{place}.kind", given["kind"])
     for name in given:
         if name not in TIER_KEYS and nearest(name, ["kind"]):
             raise ConfigError(f"{place}.{name}", unknown(name, ["kind"]))
-    raise ConfigError(f"{place}.kind", f"is missing; must be {kinds}")
+    raise ConfigError(f"{place}.kind", f"is missing; must be {TIER_KIND}")
 
 
 def _read_tier(table: _Table, *, stored: bool) -> TierSettings:

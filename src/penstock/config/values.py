@@ -211,19 +211,18 @@ STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
 """Kinds that the store process serves: slower than host memory, and their blocks outlive it."""
 
 
+TIER_KIND = String(choices=tuple(TIER_KINDS), others=OTHER_TIERS)
+
+
 def tier_options(kind: str, *, place: str = "kind") -> Mapping[str, TierOption]:
     """The keys that only tiers of this kind have.
 
     Raises:
         ConfigError: there is no such kind, or its entry point is broken; `place` is the setting.
     """
-    if kind in TIER_KINDS:
-        return TIER_KINDS[kind]
-    factory = OTHER_TIERS.find(kind, place)
-    if factory is None:
-        known = ", ".join([*TIER_KINDS, *OTHER_TIERS.names()])
-        raise ConfigError(place, f"is {kind!r}, must be one of {known}")
-    return factory.options
+    TIER_KIND.read(place, kind)
+    factory = None if kind in TIER_KINDS else OTHER_TIERS.find(kind, place)
+    return factory.options if factory else TIER_KINDS[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +244,9 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("model.name", "is '', must name the model: keys are made from it")
-        if self.kv_dtype and self.kv_dtype not in DTYPE_NAMES:
-            raise ConfigError(
-                "model.kv_dtype", f"is {self.kv_dtype!r}, must be one of {', '.join(DTYPE_NAMES)}"
-            )
-        for name in settings_of(ModelSettings):
-            size = len(getattr(self, name).encode("utf-8"))
+        for name, setting in settings_of(ModelSettings).items():
+            value = setting.key.read(f"model.{name}", getattr(self, name))
+            size = len(str(value).encode("utf-8"))
             if size > FIELD_BYTES_MAX:
                 raise ConfigError(
                     f"model.{name}", f"is {size} bytes long, must be at most {FIELD_BYTES_MAX}"
