@@ -69,6 +69,7 @@ OPTIONAL_TABLES: Mapping[str, type] = {
 """Each is a field of `Config`, `None` without it."""
 TABLES = ("version", "model", "cache", "tiers", *OPTIONAL_TABLES)
 
+# The keys of several settings make up a table; it names those first that are not in their order.
 _CACHE = {**settings_of(CacheSettings), **settings_of(Config)}
 _TIER = {**settings_of(TierSettings), **settings_of(TierKind), **settings_of(WritePolicy)}
 ROOM_KEYS = ("eviction", "low_watermark", "high_watermark", "quotas")

@@ -243,6 +243,7 @@ def _settings_of(owner: type) -> Mapping[str, Setting]:
     of_base = {name for base in owner.__bases__ for name in getattr(base, "__annotations__", ())}
     found = {}
     for each in sorted(fields(owner), key=lambda each: each.name in of_base):
+        assert not isinstance(each.type, str), "annotations of settings are evaluated"
         kind, *names = getattr(each.type, "__metadata__", [None])
         if kind is not None:
             default: Any = None if each.default is MISSING else each.default
