@@ -14,7 +14,7 @@ import enum
 import time
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -42,70 +42,63 @@ if TYPE_CHECKING:
     from penstock_serve.engine.worker import Pending, Worker
 
 
-class Workers(Protocol):
-    """The ranks of one model, in this process or in others."""
+class Workers:
+    """The ranks of one model, in this process or in others.
+
+    What has a body here is nothing to do for a rank in this process.
+    """
+
+    channels: Sequence[Channel] = ()
+    """The channels to ranks in other processes, to wait on."""
+    handoff_addresses: list[str] | None = None
+    """Where they accept others for handoffs; `None` if the rank is in this process."""
 
     def submit(self, step: Step) -> None:
         """Starts a step on every rank."""
-        ...
+        raise NotImplementedError
 
     def collect(self, *, deadline: float) -> StepResult | None:
         """The oldest step's result; waits for it until the deadline."""
-        ...
-
-    @property
-    def channels(self) -> Sequence[Channel]:
-        """The channels to ranks in other processes, to wait on."""
-        ...
-
-    def open_pair(self, pair: PairSpec, *, weights: str) -> None:
-        """Ranks in other processes open their part of a pair."""
-        ...
-
-    def close_pair(self, prefill: str, decode: str) -> None:
-        """They close it before their next step."""
-        ...
-
-    @property
-    def handoff_addresses(self) -> list[str] | None:
-        """Where they accept others for handoffs; `None` if the rank is in this process."""
-        ...
-
-    def take_reports(self) -> list[bytes]:
-        """Reports of the ranks about copies since the last call."""
-        ...
-
-    @property
-    def handed(self) -> HandedCounts:
-        """The handoff counters of ranks in other processes."""
-        ...
+        raise NotImplementedError
 
     def load_weights(self, path: str, digest: str) -> None:
         """Replaces the weights on every rank; raises `WeightsNotLoaded`."""
-        ...
+        raise NotImplementedError
 
     def give_back(self, tiers: Sequence[str], *, weights: bool = False) -> None:
         """Has ranks in other processes return memory of tiers, and every rank its weights.
 
         An empty name means the device's blocks.
         """
-        ...
+        raise NotImplementedError
 
     def take_again(self) -> None:
         """Has ranks in other processes take memory of tiers again."""
-        ...
+
+    def open_pair(self, pair: PairSpec, *, weights: str) -> None:
+        """Ranks in other processes open their part of a pair."""
+
+    def close_pair(self, prefill: str, decode: str) -> None:
+        """They close it before their next step."""
+
+    def take_reports(self) -> list[bytes]:
+        """Reports of ranks in other processes about copies since the last call."""
+        return []
+
+    @property
+    def handed(self) -> HandedCounts:
+        """The handoff counters of ranks in other processes."""
+        return HandedCounts()
 
     def close(self) -> None:
         """Ends the ranks gracefully."""
-        ...
 
     def abandon(self) -> None:
         """Disconnects from the ranks after a failure; they are restarted."""
-        ...
 
 
-class LocalWorkers:
-    """One rank in this process; on a CPU, `submit` computes the step."""
+class LocalWorkers(Workers):
+    """One rank in this process, which its cache drives; on a CPU, `submit` computes the step."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -117,28 +110,6 @@ class LocalWorkers:
     def collect(self, *, deadline: float) -> StepResult | None:
         return self._pending.popleft().result(deadline) if self._pending else None
 
-    @property
-    def channels(self) -> Sequence[Channel]:
-        return ()
-
-    def open_pair(self, pair: PairSpec, *, weights: str) -> None:
-        pass
-
-    def close_pair(self, prefill: str, decode: str) -> None:
-        pass
-
-    @property
-    def handoff_addresses(self) -> list[str] | None:
-        return None
-
-    def take_reports(self) -> list[bytes]:
-        # The cache drives this rank itself.
-        return []
-
-    @property
-    def handed(self) -> HandedCounts:
-        return HandedCounts()
-
     def load_weights(self, path: str, digest: str) -> None:
         self.worker.load_weights(path, digest)
 
@@ -146,16 +117,6 @@ class LocalWorkers:
         # The cache has given its tiers back itself.
         if weights:
             self.worker.give_back_weights()
-
-    def take_again(self) -> None:
-        # The cache takes it itself.
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
 
 
 class EngineState(enum.Enum):

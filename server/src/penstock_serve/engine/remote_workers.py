@@ -38,6 +38,7 @@ from penstock.toolkit import (
     wait_any,
 )
 from penstock_serve.engine.checkpoints import WeightsNotLoaded
+from penstock_serve.engine.engine import Workers
 
 # msgspec reads the annotations when a message arrives, so this import must be real.
 from penstock_serve.engine.spec import PairSpec  # noqa: TC001
@@ -59,11 +60,11 @@ IDLE_S = 3600.0
 """The longest wait of an idle rank; a message ends it earlier."""
 
 
-class RemoteWorkers:
+class RemoteWorkers(Workers):
     """The scheduler's connections to the ranks of one model."""
 
     def __init__(self, channels: Sequence[Channel], handoff_addresses: Sequence[str] = ()) -> None:
-        self.handoff_addresses: list[str] | None = list(handoff_addresses)
+        self.handoff_addresses = list(handoff_addresses)
         self.channels = list(channels)
         """In the order of the ranks."""
         self._reports: list[bytes] = []
@@ -78,7 +79,10 @@ class RemoteWorkers:
 
         Raises `UnavailableError`: a rank is lost.
         """
-        frame = encode(step)
+        self._send(step)
+
+    def _send(self, message: ToRank) -> None:
+        frame = encode(message)
         for channel in self.channels:
             channel.send(frame)
 
@@ -97,16 +101,14 @@ class RemoteWorkers:
 
         Raises `UnavailableError`: a rank is lost.
         """
-        for channel in self.channels:
-            channel.send(encode(OpenRankPair(pair, weights)))
+        self._send(OpenRankPair(pair, weights))
 
     def close_pair(self, prefill: str, decode: str) -> None:
         """Ranks close it before their next step.
 
         Raises `UnavailableError`: a rank is lost.
         """
-        for channel in self.channels:
-            channel.send(encode(CloseRankPair(prefill, decode)))
+        self._send(CloseRankPair(prefill, decode))
 
     def load_weights(self, path: str, digest: str) -> None:
         """Replaces the weights of every rank; no step may be under way.
@@ -136,11 +138,10 @@ class RemoteWorkers:
         if problem:
             raise UnavailableError(problem)
 
-    def _order(self, order: LoadRank | FreeRank | WakeRank) -> str:
+    def _order(self, order: RankOrder) -> str:
         """Gives every rank an order; returns why it was not carried out, if it was not."""
         self._done.clear()
-        for channel in self.channels:
-            channel.send(encode(order))
+        self._send(order)
         deadline = time.monotonic() + ORDER_S
         while len(self._done) < len(self.channels):
             waiting = [c for rank, c in enumerate(self.channels) if rank not in self._done]
@@ -237,12 +238,8 @@ def _carry_out(
             channel.send(encode(_computed(message, worker, rank, handed)))
         case OpenRankPair() | CloseRankPair():
             _change_pairs(message, handed)
-        case LoadRank():
-            channel.send(encode(RankDone(_load(message, worker))))
-        case FreeRank():
-            channel.send(encode(RankDone(_give_back(message, worker, rank))))
-        case WakeRank():
-            channel.send(encode(RankDone(_take_again(rank))))
+        case LoadRank() | FreeRank() | WakeRank():
+            channel.send(encode(RankDone(_problem_of(message, worker, rank))))
         case _:
             raise PeerError(f"the scheduler said {message}, must be a step or the end")
 
@@ -262,32 +259,27 @@ def _change_pairs(message: OpenRankPair | CloseRankPair, handed: RankHandoffs | 
         logger.warning("pair not opened: prefill=%s decode=%s cause=%s", *names, error)
 
 
-def _load(message: LoadRank, worker: Worker) -> str:
-    """Why the weights were not loaded; empty if they were."""
+def _problem_of(order: RankOrder, worker: Worker, rank: Rank) -> str:
+    """Carries out an order; returns why it could not, empty if it could.
+
+    Raises `UnavailableError`: the weights were read, and the device failed.
+    """
     try:
-        worker.load_weights(message.path, message.digest)
+        match order:
+            case LoadRank():
+                worker.load_weights(order.path, order.digest)
+            case FreeRank():
+                for tier in order.tiers:
+                    rank.give_back(tier)
+                if order.weights:
+                    worker.give_back_weights()
+            case WakeRank():
+                rank.take_again()
     except WeightsNotLoaded as error:
         return str(error)
-    return ""
-
-
-def _give_back(message: FreeRank, worker: Worker, rank: Rank) -> str:
-    """Why memory was not given back; empty if it was."""
-    try:
-        for tier in message.tiers:
-            rank.give_back(tier)
-        if message.weights:
-            worker.give_back_weights()
     except (UnavailableError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _take_again(rank: Rank) -> str:
-    """Why memory was not taken again; empty if it was."""
-    try:
-        rank.take_again()
-    except UnavailableError as error:
+        if not isinstance(order, FreeRank | WakeRank):
+            raise
         return str(error)
     return ""
 
@@ -414,8 +406,10 @@ class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Why it was not carried out; empty if it was."""
 
 
+RankOrder = LoadRank | FreeRank | WakeRank
+"""What every rank carries out and answers with `RankDone`."""
 FromRank = RankCame | RankLoading | RankLoaded | StepResult | RankDone
-ToRank = MeetAt | Step | OpenRankPair | CloseRankPair | LoadRank | FreeRank | WakeRank | End
+ToRank = MeetAt | Step | OpenRankPair | CloseRankPair | RankOrder | End
 
 _from_rank: FrameCodec[FromRank] = FrameCodec(
     msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
