@@ -21,7 +21,7 @@ import select
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock import (
     DecodeHandoff,
@@ -178,8 +178,8 @@ class Peers:
         if landing > left:
             raise CapacityError(tier="landing areas", wanted=landing, available=max(0, left))
         both = pair_of(self.spec, pair, self._architecture, weights=weights)
-        open_side = self._open_decode if decodes else self._open_prefill
-        self._pairs[names] = _Pair(open_side(both, settings), landing, time.monotonic())
+        door = self._open_side(both, settings, decodes=decodes)
+        self._pairs[names] = _Pair(door, landing, time.monotonic())
 
     def close_pair(self, prefill: str, decode: str) -> None:
         """Closes a pair if it is open; its handoffs end without a result."""
@@ -316,40 +316,19 @@ class Peers:
             settings, bounds=replace(bounds, landing_bytes_max=share, retired_bytes_max=retired)
         )
 
-    def _open_prefill(
-        self, pair: HandoffPair, settings: HandoffSettings
-    ) -> PrefillHandoff | PrefillHandoffRank:
-        if self._tier is None:
-            return open_prefill(pair, settings=settings, timeout_s=OPEN_S, listener=self._listener)
-        if self._rank is None:
-            return open_prefill(
-                pair, kv=self._tier, settings=settings, timeout_s=OPEN_S, listener=self._listener
-            )
-        return open_prefill(
-            pair, kv=self._tier, rank=self._rank, settings=settings, listener=self._listener
-        )
-
-    def _open_decode(
-        self, pair: HandoffPair, settings: HandoffSettings
-    ) -> DecodeHandoff | DecodeHandoffRank:
-        folder = Path(self.spec.folder) if self.spec.folder else None
-        if self._tier is None or self._rank is None:
-            return open_decode(
-                pair,
-                kv=self._tier,
-                settings=settings,
-                folder=folder,
-                timeout_s=OPEN_S,
-                listener=self._listener,
-            )
-        return open_decode(
-            pair,
-            kv=self._tier,
-            rank=self._rank,
-            settings=settings,
-            folder=folder,
-            listener=self._listener,
-        )
+    def _open_side(
+        self, pair: HandoffPair, settings: HandoffSettings, *, decodes: bool
+    ) -> PairDoor:
+        """The part of a rank, of an engine whose one rank is here, or of a scheduler alone."""
+        options: dict[str, Any] = {"kv": self._tier, "rank": self._rank, "settings": settings}
+        options |= {"timeout_s": OPEN_S, "listener": self._listener}
+        door: PairDoor
+        if decodes:
+            folder = Path(self.spec.folder) if self.spec.folder else None
+            door = open_decode(pair, folder=folder, **options)
+        else:
+            door = open_prefill(pair, **options)
+        return door
 
 
 def peers_of(
