@@ -9,13 +9,14 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock_serve.engine.checkpoints import DEFAULT_NAME, ModelFiles
-from penstock_serve.engine.defaults import GREEDY, Defaults, defaults_of
+from penstock_serve.engine.defaults import GREEDY, defaults_of
+from penstock_serve.engine.sampling_options import Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def defaults(folder: Path, given: Any) -> Defaults:
+def defaults(folder: Path, given: Any) -> Sampling:
     (folder / "generation_config.json").write_text(json.dumps(given))
     return defaults_of(ModelFiles(folder, "model"))
 
@@ -24,14 +25,14 @@ def test_the_default_model_is_calm_and_a_model_that_says_nothing_is_openai_s(
     tmp_path: Path,
 ) -> None:
     assert defaults_of(ModelFiles(tmp_path / "model.gguf", DEFAULT_NAME)) == GREEDY
-    assert defaults_of(ModelFiles(tmp_path, "model")) == Defaults(temperature=1.0, top_p=1.0)
+    assert defaults_of(ModelFiles(tmp_path, "model")) == Sampling(temperature=1.0, top_p=1.0)
     assert GREEDY.temperature == 0
 
 
 def test_a_model_s_own_file_says_how(tmp_path: Path) -> None:
     given = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2, "min_p": None}
 
-    assert defaults(tmp_path, given) == Defaults(temperature=0.6, top_p=0.95, top_k=20)
+    assert defaults(tmp_path, given) == Sampling(temperature=0.6, top_p=0.95, top_k=20)
     assert defaults(tmp_path, {**given, "do_sample": False}).temperature == 0
     assert defaults(tmp_path, {"repetition_penalty": 1.1}).repetition_penalty == 1.1
 

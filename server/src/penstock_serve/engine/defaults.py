@@ -11,7 +11,7 @@ of sampling are:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -143,35 +143,25 @@ def require_memory(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """The options of sampling that a request does not set."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-GREEDY = Defaults(temperature=0.0)
+OF_OPENAI = Sampling(temperature=1.0)
+GREEDY = Sampling(temperature=0.0)
 """For the default model. At temperature 0.2 with `top_p` 0.9, which its authors recommend, two of
 three answers of a model of its size do not name the capital of France."""
 FILE = "generation_config.json"
 
 
-def defaults_of(model: ModelFiles) -> Defaults:
-    """The defaults of a model.
+def defaults_of(model: ModelFiles) -> Sampling:
+    """The options of sampling that a request does not set.
 
     Raises `ConfigError`: its file has a value that cannot be used.
     """
     if model.name == DEFAULT_NAME:
         return GREEDY
     path = model.path / FILE
-    return _read(path) if path.is_file() else Defaults()
+    return _read(path) if path.is_file() else OF_OPENAI
 
 
-def _read(path: Path) -> Defaults:
+def _read(path: Path) -> Sampling:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -190,10 +180,9 @@ def _read(path: Path) -> Defaults:
     if given.get("do_sample") is False:
         found["temperature"] = 0.0
     try:
-        Sampling(**found)
+        return replace(OF_OPENAI, **found)
     except ValueError as error:
         raise ConfigError("model", f"has a {FILE} in which {error}") from error
-    return Defaults(**found)
 
 
 def handoff_settings(config: Config, device: str) -> HandoffSettings:

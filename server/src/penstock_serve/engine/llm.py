@@ -32,7 +32,7 @@ from penstock.errors import (
 )
 from penstock.toolkit import as_flag, as_float, as_int, as_seconds, as_text, as_tuple
 from penstock_serve.engine.requests import TOKENS_MAX, Reason, Request
-from penstock_serve.engine.sampling_options import TOP_K_MAX, Sampling
+from penstock_serve.engine.sampling_options import TOP_K_MAX
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.engine.engine import Engine
     from penstock_serve.engine.requests import Output
+    from penstock_serve.engine.sampling_options import Sampling
     from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.text import AnswerText, Text
 
@@ -307,15 +308,12 @@ class LLM:
         self, temperature: object, top_p: object, top_k: object, seed: object
     ) -> Sampling:
         usual = self._sampling
-        if seed is not None:
-            seed = as_int("seed", seed, -SEED_MAX, SEED_MAX)
-        return Sampling(
+        return replace(
+            usual,
+            seed=None if seed is None else as_int("seed", seed, -SEED_MAX, SEED_MAX),
             temperature=_number("temperature", temperature, usual.temperature),
             top_p=_number("top_p", top_p, usual.top_p),
             top_k=usual.top_k if top_k is None else as_int("top_k", top_k, 0, TOP_K_MAX),
-            min_p=usual.min_p,
-            repetition_penalty=usual.repetition_penalty,
-            seed=seed,
         )
 
     def _begin(

@@ -39,7 +39,7 @@ from starlette.routing import Route
 
 from penstock import Health, __version__
 from penstock.errors import counted, shown
-from penstock_serve.engine.defaults import Defaults
+from penstock_serve.engine.defaults import OF_OPENAI
 from penstock_serve.observe.live import InstanceStatistics, LiveHealth, ServerLive, health_of
 from penstock_serve.server import errors
 from penstock_serve.server.control import (
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from penstock_serve.engine.messages import What
+    from penstock_serve.engine.sampling_options import Sampling
     from penstock_serve.engine.text import Text
     from penstock_serve.observe.metrics import ServerMetrics
     from penstock_serve.server.control import ControlResult
@@ -102,7 +103,7 @@ class Server:
         *,
         model: str,
         settings: ServerSettings,
-        defaults: Defaults | None = None,
+        defaults: Sampling = OF_OPENAI,
     ) -> None:
         self._router = router
         self._control = Control(router)
@@ -120,7 +121,7 @@ class Server:
             metrics,
             admission,
             model=model,
-            defaults=defaults or Defaults(),
+            defaults=defaults,
         )
 
     def app(self) -> ASGIApp:

@@ -1,7 +1,7 @@
 """Requests in OpenAI's format, with the fields that other servers have added.
 
 A request is read field by field (`fields.py`), and then checked as a whole. Options that it does
-not set, such as the temperature, have the model's defaults (`Defaults`).
+not set, such as the temperature, have the model's defaults (`defaults_of`).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock_serve.engine.defaults import Defaults
+    from penstock_serve.engine.sampling_options import Sampling
     from penstock_serve.engine.text import Text
     from penstock_serve.observe.live import RequestRecord
     from penstock_serve.observe.metrics import ServerMetrics
@@ -72,7 +72,7 @@ class TextEndpoint:
         admission: Admission,
         *,
         model: str,
-        defaults: Defaults,
+        defaults: Sampling,
     ) -> None:
         self._router = router
         self._encoder = encoder
