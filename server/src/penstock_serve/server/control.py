@@ -76,20 +76,13 @@ def read_pause(body: bytes) -> DrainRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SleepRequest:
+class SleepRequest(DrainRequest):
     """Memory that all instances give back."""
 
     level: int = 1
     """1: the KV of the device. 2: the weights, too."""
     host: bool = False
     """Whether host memory is given back, too."""
-    mode: str = "drain"
-    timeout_s: float = 60.0
-
-    @property
-    def drain(self) -> DrainRequest:
-        """How requests under way end before."""
-        return DrainRequest(mode=self.mode, timeout_s=self.timeout_s)
 
 
 def read_sleep(body: bytes) -> SleepRequest:
@@ -132,21 +125,14 @@ def read_role(body: bytes) -> RoleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsRequest:
+class WeightsRequest(DrainRequest):
     """Other weights for all instances."""
 
     path: str = ""
     """The checkpoint that is loaded; empty: the weights were changed by other means."""
     version: str = ""
-    mode: str = "drain"
-    timeout_s: float = 60.0
     load_timeout_s: float = 600.0
     """How long an instance may take to load."""
-
-    @property
-    def drain(self) -> DrainRequest:
-        """How requests under way end before the load."""
-        return DrainRequest(mode=self.mode, timeout_s=self.timeout_s)
 
 
 def read_weights(body: bytes) -> WeightsRequest:
@@ -287,7 +273,7 @@ class Control:
                 return self._result(done, failed, aborted=0, weights_version=version)
             self._gate.hold(ServerState.LOADING)
             try:
-                aborted = await self._drain(wanted.drain)
+                aborted = await self._drain(wanted)
                 await self._order_all(ms.Pause, SETTLE_S)
                 self._checkpoint = WantedWeights(wanted.path, digest)
                 self._router.want_weights(version)
@@ -304,7 +290,7 @@ class Control:
         """
         async with self._alone(wanted.timeout_s):
             self._gate.hold(ServerState.ASLEEP)
-            aborted = await self._drain(wanted.drain)
+            aborted = await self._drain(wanted)
             self._slept = wanted
             await self._order_all(ms.Pause, SETTLE_S)
             timeout_s = wanted.timeout_s + SETTLE_S
