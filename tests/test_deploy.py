@@ -12,13 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
-from penstock_serve.observe.metrics import (
-    COUNTER,
-    METRICS,
-    RouterMetrics,
-    ServerMetrics,
-    ServerNumbers,
-)
+from penstock_serve.observe.live import RoutedServer
+from penstock_serve.observe.metrics import COUNTER, METRICS, RouterMetrics, ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -41,9 +36,9 @@ def exported() -> dict[str, set[str]]:
     for metrics in (server, router):
         metrics.count_response("completions", 200)
     router.count("a", "decode", "answered")
-    servers = [ServerNumbers(name="a", role="decode", is_up=True, load=0)]
+    server_up = RoutedServer(name="a", role="decode", up=True, version="1", cause="", load=0)
     vllm = VLLM_PAGE.read_bytes()
-    for text in (server.text([], retries=0), router.text(servers), vllm):
+    for text in (server.text([], retries=0), router.text([server_up]), vllm):
         for family in text_string_to_metric_families(text.decode()):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)

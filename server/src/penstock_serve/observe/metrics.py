@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from penstock_serve.observe.live import InstanceStatistics
+    from penstock_serve.observe.live import InstanceStatistics, RoutedServer
 
 COUNTER = CounterMetricFamily
 """Only grows; its name on the page ends with `_total`."""
@@ -256,76 +256,94 @@ METRICS = (
 """What every instance reports."""
 
 
-def http_responses(name: str, registry: CollectorRegistry) -> Counter:
-    """Counts responses by the endpoint that made them, and their status."""
-    about = (
-        "HTTP responses by endpoint (none: no such path) and status (499: the client left before)"
-    )
-    return Counter(name, about, ["endpoint", "status"], registry=registry)
-
-
-def add_build_info(registry: CollectorRegistry) -> None:
-    """Says which version runs."""
-    info = Gauge(
-        "penstock_build_info",
-        "1, with the versions of Penstock and Python",
-        ["version", "python"],
-        registry=registry,
-    )
-    info.labels(__version__, platform.python_version()).set(1)
-
-
-class ServerMetrics:
-    """What a server has seen itself, and the page of all metrics."""
+class PageMetrics:
+    """What a process has seen itself, and the page of its metrics."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        """The last requests, for those who look at the server; on no page of metrics."""
+        """The last requests, for those who look at the process; on no page of metrics."""
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "penstock_requests",
-            "Requests by outcome: answered, aborted, refused, failed",
-            ["outcome"],
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"penstock_{name}", about, labels, registry=self._registry)
+
+    def _histogram(
+        self, name: str, about: str, buckets: Sequence[float], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"penstock_{name}", about, labels, buckets=buckets, registry=self._registry
+        )
+
+    def _add_responses(self, name: str) -> None:
+        """Counts responses, and says which version makes them."""
+        self.http_responses = self._counter(
+            name,
+            "HTTP responses by endpoint (none: no such path) and status (499: the client left "
+            "before)",
+            *("endpoint", "status"),
+        )
+        info = Gauge(
+            "penstock_build_info",
+            "1, with the versions of Penstock and Python",
+            ["version", "python"],
             registry=self._registry,
         )
-        self.first_token_s = Histogram(
-            "penstock_first_token_seconds",
-            "Time to first token (TTFT): from the request to its first text",
-            buckets=FIRST_TOKEN_S,
-            registry=self._registry,
-        )
-        self.between_tokens_s = Histogram(
-            "penstock_between_tokens_seconds",
-            "Inter-token latency (ITL): from one piece of text to the next",
-            buckets=BETWEEN_TOKENS_S,
-            registry=self._registry,
-        )
-        self.request_s = Histogram(
-            "penstock_request_seconds",
-            "From the request to the end of its answers, of those that were answered",
-            buckets=WHOLE_S,
-            registry=self._registry,
-        )
-        phases = Histogram(
-            "penstock_phase_seconds",
-            "What answered requests spent their time on, by phase as in timings_ms",
-            ["phase"],
-            buckets=PHASE_S,
-            registry=self._registry,
-        )
-        self._phases = [phases.labels(name) for name in PHASES]
-        self.http_responses = http_responses("penstock_http_responses", self._registry)
-        add_build_info(self._registry)
-        self.prompt_tokens = Counter(
-            "penstock_prompt_tokens", "Tokens of prompts", registry=self._registry
-        )
-        self.generated_tokens = Counter(
-            "penstock_generated_tokens", "Tokens of answers", registry=self._registry
-        )
+        info.labels(__version__, platform.python_version()).set(1)
 
     def count_response(self, endpoint: str, status: int) -> None:
         """An HTTP response has ended."""
         self.http_responses.labels(endpoint, str(status)).inc()
+
+    def _text(self, now: Iterable[Metric]) -> bytes:
+        """All metrics in Prometheus' text format, those that are known `now` behind the others."""
+        behind = CollectorRegistry()
+        behind.register(_Known(list(now)))
+        return generate_latest(self._registry) + generate_latest(behind)
+
+
+class _Known:
+    """Metrics that are there already, as a collector."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+class ServerMetrics(PageMetrics):
+    """What a server has seen itself, and the page of all metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = self._counter(
+            "requests", "Requests by outcome: answered, aborted, refused, failed", "outcome"
+        )
+        self.first_token_s = self._histogram(
+            "first_token_seconds",
+            "Time to first token (TTFT): from the request to its first text",
+            FIRST_TOKEN_S,
+        )
+        self.between_tokens_s = self._histogram(
+            "between_tokens_seconds",
+            "Inter-token latency (ITL): from one piece of text to the next",
+            BETWEEN_TOKENS_S,
+        )
+        self.request_s = self._histogram(
+            "request_seconds",
+            "From the request to the end of its answers, of those that were answered",
+            WHOLE_S,
+        )
+        phases = self._histogram(
+            "phase_seconds",
+            "What answered requests spent their time on, by phase as in timings_ms",
+            PHASE_S,
+            "phase",
+        )
+        self._phases = [phases.labels(name) for name in PHASES]
+        self._add_responses("http_responses")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens of answers")
 
     def answered(self, spent_s: Sequence[float], took_s: float) -> None:
         """A request was answered."""
@@ -335,81 +353,50 @@ class ServerMetrics:
 
     def text(self, instances: Sequence[InstanceStatistics], *, retries: int) -> bytes:
         """All metrics in Prometheus' text format."""
-        behind = CollectorRegistry()
-        behind.register(_Instances(instances, retries))
-        return generate_latest(self._registry) + generate_latest(behind)
+        return self._text(_of_instances(instances, retries))
 
 
-class _Instances:
-    """What the instances reported, as a collector."""
-
-    def __init__(self, instances: Sequence[InstanceStatistics], retries: int) -> None:
-        self._instances = instances
-        self._retries = retries
-
-    def collect(self) -> Iterator[Metric]:
-        retries = COUNTER("penstock_retries", "Requests sent to another instance")
-        retries.add_metric([], self._retries)
-        yield retries
-        for row in METRICS:
-            family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
-            for stats in self._instances:
-                for labels, value in row.read(stats):
-                    # A rate that is not known is left out, not 0.
-                    if value is not None:
-                        family.add_metric([stats.instance, *labels], value)
-            yield family
+def _of_instances(instances: Sequence[InstanceStatistics], retries: int) -> Iterator[Metric]:
+    """What the instances reported."""
+    sent_again = COUNTER("penstock_retries", "Requests sent to another instance")
+    sent_again.add_metric([], retries)
+    yield sent_again
+    for row in METRICS:
+        family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
+        for stats in instances:
+            for labels, value in row.read(stats):
+                # A rate that is not known is left out, not 0.
+                if value is not None:
+                    family.add_metric([stats.instance, *labels], value)
+        yield family
 
 
-class ServerNumbers(NamedTuple):
-    """What the router knows of a server now."""
-
-    name: str
-    role: str
-    is_up: bool
-    load: int
-
-
-class RouterMetrics:
+class RouterMetrics(PageMetrics):
     """What a router has seen, and the page of all its metrics."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
-        """The last requests, for those who look at the router; on no page of metrics."""
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "penstock_router_requests",
+        super().__init__()
+        self.requests = self._counter(
+            "router_requests",
             "Requests sent to servers by outcome. prefill: computed, refused, failed, cancelled "
             "(not needed any more); decode: answered, refused, failed, "
             "broken (in a stream), aborted",
-            ["server", "role", "outcome"],
-            registry=self._registry,
+            *("server", "role", "outcome"),
         )
-        self.prompts = Counter(
-            "penstock_router_prompts",
+        self.prompts = self._counter(
+            "router_prompts",
             "Answers that began, without refused requests, by the role asked to compute the prompt",
-            ["by"],
-            registry=self._registry,
+            "by",
         )
-        self.retries = Counter(
-            "penstock_router_retries",
-            "Requests sent to another server of a role, since one failed",
-            ["role"],
-            registry=self._registry,
+        self.retries = self._counter(
+            "router_retries", "Requests sent to another server of a role, since one failed", "role"
         )
-        self.first_token_s = Histogram(
-            "penstock_router_first_token_seconds",
+        self.first_token_s = self._histogram(
+            "router_first_token_seconds",
             "From the request to its first event, or to the whole answer, if it was not refused",
-            buckets=FIRST_TOKEN_S,
-            registry=self._registry,
+            FIRST_TOKEN_S,
         )
-
-        self.http_responses = http_responses("penstock_router_http_responses", self._registry)
-        add_build_info(self._registry)
-
-    def count_response(self, endpoint: str, status: int) -> None:
-        """An HTTP response has ended."""
-        self.http_responses.labels(endpoint, str(status)).inc()
+        self._add_responses("router_http_responses")
 
     def count(self, server: str, role: str, outcome: str) -> None:
         """A request to a server has ended."""
@@ -425,11 +412,21 @@ class RouterMetrics:
         """Requests that were sent to another server of a role."""
         return sum(_values(self.retries, "role").values())
 
-    def text(self, servers: Sequence[ServerNumbers]) -> bytes:
+    def text(self, servers: Sequence[RoutedServer]) -> bytes:
         """All metrics in Prometheus' text format."""
-        now = CollectorRegistry()
-        now.register(_Servers(servers))
-        return generate_latest(self._registry) + generate_latest(now)
+        return self._text(_of_servers(servers))
+
+
+def _of_servers(servers: Sequence[RoutedServer]) -> Iterator[Metric]:
+    """What is known of the servers."""
+    labels = ["server", "role"]
+    up = GAUGE("penstock_router_server_up", "1 if it is used", labels=labels)
+    now = GAUGE("penstock_router_requests_now", "Requests in hand", labels=labels)
+    for each in servers:
+        up.add_metric([each.name, each.role], int(each.up))
+        now.add_metric([each.name, each.role], each.load)
+    yield up
+    yield now
 
 
 def _values(counter: Counter, label: str) -> dict[str, int]:
@@ -440,20 +437,3 @@ def _values(counter: Counter, label: str) -> dict[str, int]:
         for sample in samples
         if sample.name.endswith("_total")
     }
-
-
-class _Servers:
-    """What is known of the servers, as a collector."""
-
-    def __init__(self, servers: Sequence[ServerNumbers]) -> None:
-        self._servers = servers
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["server", "role"]
-        up = GaugeMetricFamily("penstock_router_server_up", "1 if it is used", labels=labels)
-        now = GaugeMetricFamily("penstock_router_requests_now", "Requests in hand", labels=labels)
-        for each in self._servers:
-            up.add_metric([each.name, each.role], int(each.is_up))
-            now.add_metric([each.name, each.role], each.load)
-        yield up
-        yield now

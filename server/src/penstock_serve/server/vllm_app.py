@@ -22,7 +22,7 @@ import logging
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from penstock import StopSignal, __version__
 from penstock_serve.observe.live import HANDED, RoutedServer, RouterLive, health_of
-from penstock_serve.observe.metrics import RouterMetrics, ServerNumbers
+from penstock_serve.observe.metrics import RouterMetrics
 from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog, name_request, note_failure, note_tokens
 from penstock_serve.server.dashboard import MetricsWatch
@@ -130,36 +130,27 @@ class RouterApp:
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`."""
-        ready = any(server.is_up for server in self._router.decode)
-        roles = {"prefill": self._router.prefill, "decode": self._router.decode}
-        servers = {
-            role: {
-                each.name: {"up": True, "version": each.version}
-                if each.is_up
-                else {"up": False, "cause": each.cause}
-                for each in found
-            }
-            for role, found in roles.items()
-        }
-        status = "ok" if ready else "no decode server is up"
+        ready, status = self._readiness()
+        servers: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
+        for each in self._servers():
+            more = {"version": each.version} if each.up else {"cause": each.cause}
+            servers[each.role][each.name] = {"up": each.up, **more}
         return JSONResponse({"status": status, **servers}, status_code=200 if ready else 503)
 
     async def metrics(self, _http: HttpRequest) -> Response:
         """`GET /metrics`."""
-        roles = {"prefill": self._router.prefill, "decode": self._router.decode}
-        numbers = [
-            ServerNumbers(each.name, role, each.is_up, each.load)
-            for role, found in roles.items()
-            for each in found
-        ]
-        return Response(self._metrics.text(numbers), media_type="text/plain; version=0.0.4")
+        text = self._metrics.text(self._servers())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def _gather(self) -> bytes:
-        """The document of the live page."""
-        now = time.monotonic()
-        self.pages.ask_soon(now)
+    def _readiness(self) -> tuple[bool, str]:
+        """Whether requests are answered, and what `/health` says of it."""
+        ready = any(server.is_up for server in self._router.decode)
+        return ready, "ok" if ready else "no decode server is up"
+
+    def _servers(self) -> list[RoutedServer]:
+        """All servers as the router sees them, those that compute prompts first."""
         roles = {"prefill": self._router.prefill, "decode": self._router.decode}
-        servers = [
+        return [
             RoutedServer(
                 name=each.name,
                 role=role,
@@ -171,11 +162,16 @@ class RouterApp:
             for role, found in roles.items()
             for each in found
         ]
-        is_ready = any(server.is_up for server in self._router.decode)
+
+    async def _gather(self) -> bytes:
+        """The document of the live page."""
+        now = time.monotonic()
+        self.pages.ask_soon(now)
+        servers = self._servers()
+        is_ready, status = self._readiness()
         down = [
             f"{each.name} ({each.role}) is down: {each.cause}" for each in servers if not each.up
         ]
-        status = "ok" if is_ready else "no decode server is up"
         traffic, counted = self._metrics.traffic.report(now), self.pages.traffic(now)
         # Answers pass unread: their tokens are counted by the servers that make them.
         rates = msgspec.structs.replace(
