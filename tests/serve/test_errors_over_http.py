@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from penstock.config import ServeTable
 from penstock_serve.observe.metrics import ServerMetrics
 from penstock_serve.server import app
 from penstock_serve.server.router import Router
@@ -225,7 +226,7 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
 def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None:
     """A client that asks first (`Expect: 100-continue`) sends none of it."""
     text: Any = None
-    settings = app.ServerSettings()
+    settings = ServeTable()
     served = app.Server(Router(), text, ServerMetrics(), model="m", settings=settings).app()
     sent: list[Any] = []
 
@@ -265,7 +266,7 @@ def test_a_body_that_is_not_there_is_called_so(server: Running) -> None:
 
 def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:
     text: Any = None
-    settings = app.ServerSettings(body_s=0.05)
+    settings = ServeTable(body_s=0.05)
     served = app.Server(Router(), text, ServerMetrics(), model="m", settings=settings).app()
     sent: list[Any] = []
     first = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]

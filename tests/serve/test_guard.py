@@ -14,7 +14,7 @@ from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
 from penstock.transport.machine_keys import is_loopback
 from penstock_serve.observe.metrics import ServerMetrics
-from penstock_serve.server.app import Server, ServerSettings
+from penstock_serve.server.app import Server
 from penstock_serve.server.guard import Guard, find_key
 from penstock_serve.server.openai_requests import BadRequest
 from penstock_serve.server.router import Router
@@ -255,7 +255,7 @@ def test_a_router_refuses_pages_of_other_sites_at_every_path() -> None:
 
 def test_a_server_refuses_pages_of_other_sites_at_every_path() -> None:
     text: Any = None
-    served = Server(Router(), text, ServerMetrics(), model="m", settings=ServerSettings()).app()
+    served = Server(Router(), text, ServerMetrics(), model="m", settings=ServeTable()).app()
 
     async def statuses(**headers: str) -> set[int]:
         transport = httpx.ASGITransport(served)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,7 +51,7 @@ from penstock_serve.server.control import (
     read_weights,
 )
 from penstock_serve.server.fields import BadRequest
-from penstock_serve.server.guard import Guard
+from penstock_serve.server.guard import Guard, read_hosts
 from penstock_serve.server.http import GuardedApp, read_body
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.live_feed import LiveFeed
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
+    from penstock.config import ServeTable
     from penstock_serve.engine.messages import What
     from penstock_serve.engine.sampling_options import Sampling
     from penstock_serve.engine.text import Text
@@ -73,23 +74,6 @@ if TYPE_CHECKING:
     from penstock_serve.server.router import Router
 
 TENANT_CHARACTERS_MAX = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Limits of the server."""
-
-    api_key: str = field(default="", repr=False)
-    """Empty: everybody who can reach the port is served."""
-    allowed_hosts: Sequence[str] = ()
-    """Further names of this server in `Host` headers, such as that of a proxy."""
-    body_bytes_max: int = 1 << 20
-    requests_max: int = 512
-    """Requests under way; more are answered with 429."""
-    body_s: float = 60.0
-    """Timeout of a request's body."""
-    instances: int = 0
-    """How many there should be; 0: other commands start them."""
 
 
 class Server:
@@ -102,17 +86,20 @@ class Server:
         metrics: ServerMetrics,
         *,
         model: str,
-        settings: ServerSettings,
+        settings: ServeTable,
+        api_key: str = "",
+        instances: int = 0,
         defaults: Sampling = OF_OPENAI,
     ) -> None:
+        """Makes them; of `instances` there should be so many, 0: other commands start them."""
         self._router = router
         self._control = Control(router)
         self._metrics = metrics
         self._model = model
         self._settings = settings
-        self._guard = Guard(settings.api_key, settings.allowed_hosts)
+        self._guard = Guard(api_key, read_hosts(settings.allowed_hosts))
         admission = Admission(settings.requests_max)
-        report = LiveReport(router, metrics, admission, model=model, expected=settings.instances)
+        report = LiveReport(router, metrics, admission, model=model, expected=instances)
         self.live = LiveFeed(report.gather, self._guard)
         self._asking = TextEndpoint(
             router,

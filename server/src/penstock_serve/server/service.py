@@ -32,8 +32,7 @@ from penstock_serve.engine.defaults import defaults_of
 from penstock_serve.engine.text import Text
 from penstock_serve.observe.metrics import ServerMetrics
 from penstock_serve.server.access_log import AccessLog, Tracing
-from penstock_serve.server.app import Server, ServerSettings
-from penstock_serve.server.guard import read_hosts
+from penstock_serve.server.app import Server
 from penstock_serve.server.http import HttpServer, serve_until_stopped
 from penstock_serve.server.instance_link import InstanceLink
 from penstock_serve.server.plan import SECRET_BYTES, instances_of, secrets_of
@@ -108,14 +107,9 @@ class Service:
             self.metrics,
             model=config.model.name,
             defaults=defaults_of(model),
-            settings=ServerSettings(
-                api_key=api_key,
-                allowed_hosts=read_hosts(config.serve.allowed_hosts),
-                body_bytes_max=config.serve.body_bytes_max,
-                body_s=config.serve.body_s,
-                requests_max=config.serve.requests_max,
-                instances=len(expected),
-            ),
+            settings=config.serve,
+            api_key=api_key,
+            instances=len(expected),
         )
 
     @property
