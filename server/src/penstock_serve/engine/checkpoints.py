@@ -192,15 +192,9 @@ class Checkpoint(Protocol):
         ...
 
 
-class KnowsShapes(Protocol):
-    """A checkpoint that was read from files."""
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; refused where there is none, or none of floating numbers."""
-        ...
-
-
-def require_tensors(checkpoint: KnowsShapes, architecture: Architecture) -> None:
+def require_tensors(
+    checkpoint: SafetensorsCheckpoint | GgufFile, architecture: Architecture
+) -> None:
     """Refuses a checkpoint whose tensors are not those of the architecture.
 
     Headers alone are read, so it costs little, and comes before anything is allocated.

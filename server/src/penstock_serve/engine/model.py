@@ -16,7 +16,7 @@ computed prefixes take the same path. `PlainAttention` uses torch alone, on any 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import distributed
@@ -28,9 +28,13 @@ from penstock_serve.engine.architecture import Architecture, rotary_frequencies
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock import EngineSteps
     from penstock_serve.engine.architecture import Share
     from penstock_serve.engine.batch import DecodeRows, PrefillRows, StepBatch
     from penstock_serve.engine.checkpoints import RankWeights
+    from penstock_serve.engine.cuda.attention import CudaAttention
+
+    Attention: TypeAlias = "PlainAttention | CudaAttention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +61,7 @@ class LayerWeights:
             mine.copy_(theirs)
 
 
-class LayerGates(Protocol):
-    """What a step's layers wait for on the device: see `EngineSteps`."""
-
-    def wait_layer(self, layer: int, stream: int) -> None:
-        """Has a stream wait for the blocks of one layer."""
-        ...
-
-
-def layer_waits(gates: LayerGates | None, stream: int) -> Callable[[int], None]:
+def layer_waits(gates: EngineSteps | None, stream: int) -> Callable[[int], None]:
     """For `Decoder.forward`: has the stream wait before each layer."""
     return _ignore if gates is None else lambda layer: gates.wait_layer(layer, stream)
 
@@ -243,23 +239,11 @@ class Turn(NamedTuple):
     sin: torch.Tensor
 
 
-class Attention(Protocol):
-    """One layer's attention: rotates, writes K and V to their blocks, and attends."""
-
-    def turn(self, angles: Turn, batch: StepBatch) -> Turn:
-        """Prepares the angles of a batch, once for all layers."""
-        ...
-
-    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """What every token reads from the tokens up to it: [tokens, heads, channels]."""
-        ...
-
-
 class PlainAttention:
-    """Attention in plain torch."""
+    """One layer's attention in plain torch: rotates, writes K and V to blocks, and attends."""
 
     def turn(self, angles: Turn, batch: StepBatch) -> Turn:
-        """The angles of the batch's positions, the same for all heads."""
+        """The angles of the batch's positions, once for all layers, the same for all heads."""
         return Turn(angles.cos[batch.positions, None], angles.sin[batch.positions, None])
 
     def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -338,22 +322,8 @@ def decode_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: DecodeRows)
     return found.reshape(count, heads, channels)
 
 
-class Ranks(Protocol):
-    """Collectives over the ranks of a model."""
-
-    share: Share
-
-    def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' parts, on every rank."""
-        ...
-
-    def gathered(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """All logits, on the first rank."""
-        ...
-
-
 class Alone:
-    """The only rank."""
+    """The only rank, which needs no collectives."""
 
     def __init__(self, share: Share) -> None:
         if share.ranks != 1:
@@ -398,6 +368,10 @@ class Together:
         return torch.cat(
             [part[:, :size] for part, size in zip(parts, self._sizes, strict=True)], dim=1
         )
+
+
+Ranks = Alone | Together
+"""Whoever adds the parts of all ranks, and gathers their logits."""
 
 
 def _lost(error: RuntimeError) -> UnavailableError:

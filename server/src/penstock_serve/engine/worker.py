@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -42,14 +42,19 @@ if TYPE_CHECKING:
 
     from penstock import EngineSteps
     from penstock.config import Config
+    from penstock.tensors import StreamMark
     from penstock_serve.engine.architecture import Architecture, Share
     from penstock_serve.engine.batch import Sheet, StepBatch
     from penstock_serve.engine.checkpoints import ModelFiles
+    from penstock_serve.engine.cuda.lane import CudaLane
     from penstock_serve.engine.cuda.memory import GpuMemory
     from penstock_serve.engine.handoffs import RankHandoffs
-    from penstock_serve.engine.model import Attention, LayerGates
+    from penstock_serve.engine.model import Attention
     from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.steps import Step
+
+    StepLane: TypeAlias = "CpuLane | CudaLane"
+    StepMark: TypeAlias = "CpuLane | StreamMark"
 
 
 def allocate_kv(
@@ -98,52 +103,18 @@ DRIVE_S = 100e-6
 some milliseconds."""
 
 
-class StepLane(Protocol):
-    """Where a rank's steps run, one after the other."""
+class CpuLane:
+    """Where a rank's steps run, one after the other: here they are finished when a call returns."""
 
-    stream: int
+    stream = 0
     """The CUDA stream as a number; 0 where there is none."""
 
     def computing(self) -> AbstractContextManager[object]:
         """A context in which torch calls run in this lane."""
-        ...
-
-    def send(self, sheet: Sheet) -> StepBatch:
-        """Copies a step's input to the device."""
-        ...
-
-    def forward(
-        self,
-        decoder: Decoder,
-        batch: StepBatch,
-        kv: Sequence[torch.Tensor],
-        gates: LayerGates | None = None,
-    ) -> torch.Tensor | None:
-        """The logits of a step that nobody watches; its layers wait for what has joined it."""
-        ...
-
-    def mark(self) -> StepMark:
-        """A point behind all calls so far."""
-        ...
-
-
-class StepMark(Protocol):
-    """A point in a lane's work."""
-
-    def wait(self, seconds: float) -> bool:
-        """Blocks this thread until the point is reached; returns False after `seconds`."""
-        ...
-
-
-class CpuLane:
-    """Steps on the CPU, which are finished when a call returns."""
-
-    stream = 0
-
-    def computing(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def send(self, sheet: Sheet) -> StepBatch:
+        """Copies a step's input to the device."""
         return sheet.sent(torch.device("cpu"))
 
     def forward(
@@ -151,15 +122,17 @@ class CpuLane:
         decoder: Decoder,
         batch: StepBatch,
         kv: Sequence[torch.Tensor],
-        gates: LayerGates | None = None,
+        gates: EngineSteps | None = None,
     ) -> torch.Tensor | None:
-        """The logits of a step that nobody watches."""
+        """The logits of a step that nobody watches; its layers wait for what has joined it."""
         return decoder.forward(batch, kv, before_layer=layer_waits(gates, self.stream))
 
     def mark(self) -> StepMark:
+        """A point behind all calls so far."""
         return self
 
     def wait(self, seconds: float) -> bool:  # noqa: ARG002
+        """Blocks this thread until the point is reached; returns False after `seconds`."""
         return True
 
 

@@ -15,24 +15,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock_serve.loadtest.exchange import Failure, StreamedAnswer
 from penstock_serve.loadtest.workloads import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
+    from penstock_serve.loadtest.exchange import LoadTarget
     from penstock_serve.loadtest.workloads import ScriptSession, ScriptTurn
 
 OPEN_SESSIONS_MAX = 4096
 """At once, in an open loop. A server so far behind does not recover within the run."""
-
-
-class Asks(Protocol):
-    """Whoever sends one request."""
-
-    async def ask(self, history: Sequence[ChatMessage], output_tokens: int) -> StreamedAnswer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +54,7 @@ class LoadRun:
 
     def __init__(
         self,
-        target: Asks,
+        target: LoadTarget,
         *,
         concurrency: int | None,
         seconds: float | None = None,

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
+    from penstock import EngineSteps
     from penstock.tensors import StreamMark
-    from penstock_serve.engine.model import Decoder, LayerGates
+    from penstock_serve.engine.model import Decoder
 
 HIGH = -1
 """Above the movers' streams, which have the lowest priority, the default."""
@@ -75,7 +76,7 @@ class CudaLane:
         decoder: Decoder,
         batch: StepBatch,
         kv: Sequence[torch.Tensor],
-        gates: LayerGates | None = None,
+        gates: EngineSteps | None = None,
     ) -> torch.Tensor | None:
         if self._graphs is not None and batch.shape is not None:
             return self._graphs.replay(decoder, batch, kv, gates)
@@ -105,7 +106,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._captured: dict[BatchShape, _Captured] = {}
-        self._gates: LayerGates | None = None
+        self._gates: EngineSteps | None = None
         self._pool: object = None
 
     def shape_for(self, sheet: Sheet) -> BatchShape | None:
@@ -129,7 +130,7 @@ class StepGraphs:
         decoder: Decoder,
         batch: StepBatch,
         kv: Sequence[torch.Tensor],
-        gates: LayerGates | None,
+        gates: EngineSteps | None,
     ) -> torch.Tensor:
         """The logits of a step, in the current stream; layers wait for the gates they were given.
 
