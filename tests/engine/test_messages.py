@@ -14,11 +14,12 @@ from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine import remote_workers
 from penstock_serve.engine.batch import TokenSpan
-from penstock_serve.engine.sampling_options import Sampled, TokenSampling
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.sampling_options import Sampled, Sampling, TokenSampling
 from penstock_serve.engine.steps import Draw, Step, StepResult
 
 TO_INSTANCE: list[Any] = [
-    ms.Submit(id="r", prompt=[1, 2], max_tokens=3, seed=-(2**63)),
+    Request(id="r", prompt=(1, 2), max_tokens=3, sampling=Sampling(seed=-(2**63))),
     ms.Abort(id="r"),
     ms.StopAnswer(id="r", answer=2),
     ms.ResetCache(why="so", weights_version="v"),

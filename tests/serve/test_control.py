@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.server.control import (
     Control,
     DrainRequest,
@@ -111,7 +112,7 @@ def test_an_abort_ends_requests_with_a_refusal_and_at_their_instance() -> None:
 
         told = await scene.orders()
 
-        assert told.index(ms.Abort) > told.index(ms.Submit)
+        assert told.index(ms.Abort) > told.index(Request)
         assert (await pausing).content()["aborted"] == 1
         with pytest.raises(RequestRefusal, match="the server is paused"):
             await first
@@ -185,7 +186,7 @@ def test_requests_wait_for_the_end_of_a_pause_where_that_is_configured() -> None
 
         assert resumed.state == "running"
         told = await scene.orders()
-        assert sorted(each.__name__ for each in told) == ["Resume", "Resume", "Submit"]
+        assert sorted(each.__name__ for each in told) == ["Request", "Resume", "Resume"]
         for instance in scene.instances:
             instance.say(ms.TokenProgress(id="waiting", answer=0, token=1, reason="stop"))
         assert len(await waiting) == 1

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.server.control import Control, DrainRequest, SleepRequest, WeightsRequest
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
@@ -46,7 +47,7 @@ class Served:
 
     def _take(self, message: Any, wanted: str) -> None:
         match message:
-            case ms.Submit():
+            case Request():
                 # What a request must never meet, whatever the order of calls was.
                 assert not self.paused
                 assert not self.asleep

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.transport.base import BacklogError, Empty, Received, ReceivedFrame
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.server.app import ask_instances
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost
 
@@ -83,7 +84,7 @@ def test_a_message_goes_out_when_there_is_room_though_no_descriptor_says_so(
 def test_what_arrives_while_messages_wait_is_received(channel: FullChannel) -> None:
     async def whole() -> list[Any]:
         link = linked(channel)
-        tokens = link.generate(ms.Submit(id="r", prompt=[1], max_tokens=1))
+        tokens = link.generate(Request(id="r", prompt=(1,), max_tokens=1))
         first = asyncio.create_task(anext(tokens))
         for _ in range(5):
             await asyncio.sleep(0)

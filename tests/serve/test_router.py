@@ -13,6 +13,7 @@ from penstock.config import parse_config
 from penstock.machine.kv_events import AllCleared, BlocksStored
 from penstock.transport.base import ReceivedFrame
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.router import Router
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG = 'version = 1\nmodel.name = "m"\ncache = { blocks = 8, block_tokens = 4 }\n'
-PROMPT = list(range(40))
+PROMPT = tuple(range(40))
 
 
 class Instance:
@@ -66,8 +67,8 @@ class Instance:
         return found
 
 
-def submit(name: str, **more: Any) -> ms.Submit:
-    return ms.Submit(id=name, prompt=PROMPT, max_tokens=4, **more)
+def submit(name: str, **more: Any) -> Request:
+    return Request(id=name, prompt=PROMPT, max_tokens=4, **more)
 
 
 def played(
@@ -93,7 +94,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def answered(router: Router, request: ms.Submit) -> list[ms.TokenProgress]:
+async def answered(router: Router, request: Request) -> list[ms.TokenProgress]:
     return [progress async for progress in router.generate(request)]
 
 
@@ -104,7 +105,7 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
-        assert [type(said) for said in two.received()] == [ms.Submit]
+        assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
         two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
         assert [progress.token for progress in await task] == [1]
@@ -123,7 +124,7 @@ def test_a_router_with_the_same_secret_salt_finds_prefixes(tmp_path: Path) -> No
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
-        assert [type(said) for said in two.received()] == [ms.Submit]
+        assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
         two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
         await task
@@ -305,7 +306,7 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
         # What was kept under the old weights attracts nobody: the first one is as good.
-        assert [type(said) for said in one.received()] == [ms.Submit]
+        assert [type(said) for said in one.received()] == [Request]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

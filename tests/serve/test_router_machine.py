@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import PREFILLS_MAX, Router
 from tests.serve.test_router import CONFIG, answered, settled, submit
@@ -36,7 +37,7 @@ class Fake:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.name = instance.link.name
-        self.requests: dict[str, ms.Submit] = {}
+        self.requests: dict[str, Request] = {}
         self.pairs: set[tuple[str, str]] = set()
 
     def listen(self) -> None:
@@ -47,7 +48,7 @@ class Fake:
                     assert len(self.pairs) <= PEERS_MAX
                 case ms.ClosePair(prefill=prefill, decode=decode):
                     self.pairs.discard((prefill, decode))
-                case ms.Submit(id=name):
+                case Request(id=name):
                     assert name not in self.requests
                     assert not said.handoff or (said.prefill, said.decode) in self.pairs
                     self.requests[name] = said

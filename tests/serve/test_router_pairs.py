@@ -10,6 +10,7 @@ import pytest
 from penstock.config import parse_config
 from penstock.config.values import RoutingTable
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
 from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import Router
@@ -76,7 +77,7 @@ async def given_up(tasks: list[asyncio.Task[list[ms.TokenProgress]]]) -> None:
 
 def asked(instance: Instance) -> list[str]:
     """Requests that an instance has been sent since it was last looked at."""
-    return [said.id for said in instance.received() if isinstance(said, ms.Submit)]
+    return [said.id for said in instance.received() if isinstance(said, Request)]
 
 
 def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -> None:
@@ -200,7 +201,7 @@ def test_every_request_may_use_any_prefill_instance_with_any_decode_instance() -
             (said.prefill, said.decode)
             for each in (near, far)
             for said in each.received()
-            if isinstance(said, ms.Submit)
+            if isinstance(said, Request)
         }
         assert [len(asked(each)) for each in (one, two)] == [4, 4]
         assert used <= {(p.link.name, d.link.name) for p in (one, two) for d in (near, far)}
@@ -312,7 +313,7 @@ def test_a_decode_instance_without_any_prefill_instance_goes_after_one_that_comp
         tasks += await sent(router, *(f"r{number}" for number in range(6)))
 
         # It helps out when the other one is busy.
-        helped = [said for said in decode.received() if isinstance(said, ms.Submit)]
+        helped = [said for said in decode.received() if isinstance(said, Request)]
         assert {said.handoff for said in helped} == {""}
         await given_up(tasks)
         alone.link.close()

@@ -59,7 +59,6 @@ from penstock_serve.engine.process_life import (
 )
 from penstock_serve.engine.remote_workers import RemoteWorkers, ignore_progress, meet_ranks
 from penstock_serve.engine.requests import Output, Request
-from penstock_serve.engine.sampling_options import Sampling
 from penstock_serve.engine.scheduler import Scheduler, SchedulerSettings
 from penstock_serve.engine.spec import InstanceRole, InstanceSpec, read_sealed
 
@@ -354,7 +353,7 @@ class Instance:
 
     def _take(self, message: ms.ToInstance) -> None:
         match message:
-            case ms.Submit():
+            case Request():
                 self._submit(message)
             case ms.Abort():
                 self._engine.abort(message.id)
@@ -407,7 +406,7 @@ class Instance:
             logger.warning("pair not opened: prefill=%s decode=%s cause=%s", *names, error)
             self._outbox.put(ms.PairFailed(prefill=names[0], decode=names[1], problem=str(error)))
 
-    def _submit(self, message: ms.Submit) -> None:
+    def _submit(self, message: Request) -> None:
         try:
             self._engine.add(self._request(message))
         except EnginePaused as error:
@@ -417,55 +416,26 @@ class Instance:
         except ValueError as error:
             self._outbox.put(ms.SubmitRefused(id=message.id, kind="invalid", problem=str(error)))
 
-    def _request(self, message: ms.Submit) -> Request:
-        if len(message.prompt) + message.max_tokens > self._longest:
+    def _request(self, asked: Request) -> Request:
+        """The request with the model's own stop tokens; raises `ValueError`."""
+        if len(asked.prompt) + asked.max_tokens > self._longest:
             raise ValueError(
-                f"prompt and max_tokens come to {len(message.prompt)} and {message.max_tokens} "
+                f"prompt and max_tokens come to {len(asked.prompt)} and {asked.max_tokens} "
                 f"tokens, must be at most {self._longest} together, the longest context"
             )
         words = self._architecture.vocabulary
         for name, tokens in (
-            ("prompt", message.prompt),
-            ("logit_bias", [token for token, _ in message.logit_bias]),
-            ("stop_token_ids", message.stop_tokens),
+            ("prompt", asked.prompt),
+            ("logit_bias", [token for token, _ in asked.sampling.logit_bias]),
+            ("stop_token_ids", sorted(asked.stop_tokens)),
         ):
             wrong = [token for token in tokens if not 0 <= token < words]
             if wrong:
                 raise ValueError(f"{name} has token {wrong[0]}, must be from 0 to {words - 1}")
-        own = () if message.ignores_stop_tokens else self._architecture.stop_tokens
-        return Request(
-            id=message.id,
-            prompt=tuple(message.prompt),
-            max_tokens=message.max_tokens,
-            min_tokens=message.min_tokens,
-            answers=message.answers,
-            sampling=Sampling(
-                temperature=message.temperature,
-                top_p=message.top_p,
-                top_k=message.top_k,
-                min_p=message.min_p,
-                repetition_penalty=message.repetition_penalty,
-                presence_penalty=message.presence_penalty,
-                frequency_penalty=message.frequency_penalty,
-                logit_bias=tuple(message.logit_bias),
-                seed=message.seed,
-                logprobs=message.logprobs,
-            ),
-            # A config may name a stop token that is not in the vocabulary.
-            stop_tokens=frozenset(
-                token for token in (*own, *message.stop_tokens) if 0 <= token < words
-            ),
-            priority=message.priority,
-            hints=message.hints,
-            tenant=message.tenant,
-            reuse=message.reuse,
-            store=message.store,
-            handoff=message.handoff,
-            prefill=message.prefill,
-            decode=message.decode,
-            first_alone=not message.returns_logprobs and message.answers == 1,
-            scores_prompt=message.scores_prompt,
-        )
+        own = () if asked.ignores_stop_tokens else self._architecture.stop_tokens
+        # A config may name a stop token that is not in the vocabulary.
+        stops = asked.stop_tokens.union(token for token in own if 0 <= token < words)
+        return msgspec.structs.replace(asked, stop_tokens=stops)
 
 
 def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:

@@ -3,7 +3,7 @@
 | from the server                | from the instance                                            |
 |--------------------------------|--------------------------------------------------------------|
 |                                | `LoadProgress` while it loads, `InstanceReady` afterwards    |
-| `Submit` `Abort` `StopAnswer`  | `Scored`, `TokenProgress`, `SubmitRefused`                   |
+| `Request` `Abort` `StopAnswer` | `Scored`, `TokenProgress`, `SubmitRefused`                   |
 | `ComputeLocally` `ChangePrefill` |                                                            |
 | `OpenPair` `ClosePair`         | `PairFailed`                                                 |
 | `SetRole`                      |                                                              |
@@ -29,7 +29,8 @@ from penstock import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.config import Config  # noqa: TC001
-from penstock.toolkit import FRAME_BYTES_MAX, NO_HINTS, FrameCodec, RetentionHints
+from penstock.toolkit import FRAME_BYTES_MAX, FrameCodec
+from penstock_serve.engine.requests import Request
 from penstock_serve.engine.spec import EngineSpec, PairSpec  # noqa: TC001
 
 VERSION = 1
@@ -42,48 +43,6 @@ class InstanceMessage(
     msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True
 ):
     """A message between a server and an instance."""
-
-
-class Submit(InstanceMessage, frozen=True, kw_only=True):
-    """A request for one or several answers."""
-
-    id: str
-    prompt: list[int]
-    max_tokens: int
-    min_tokens: int = 0
-    ignores_stop_tokens: bool = False
-    """Whether the model's own stop tokens are ignored."""
-    stop_tokens: list[int] = []
-    """More tokens that end an answer."""
-    answers: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: list[tuple[int, float]] = []
-    seed: int | None = None
-    logprobs: int = 0
-    scores_prompt: bool = False
-    """Whether log-probabilities of the prompt's tokens are returned, in `Scored`."""
-    priority: int = 0
-    hints: RetentionHints = NO_HINTS
-    """What the client says about the blocks of the request."""
-    cache_key: str = ""
-    """OpenAI's `prompt_cache_key`: requests with the same one go to the same instance."""
-    tenant: str = ""
-    reuse: bool = True
-    store: bool = True
-    returns_logprobs: bool = True
-    """Whether the client gets log-probabilities; if not, a handoff may bring the first token."""
-    handoff: str = ""
-    """The prompt is computed by one instance and answered by another, under this name."""
-    prefill: str = ""
-    """The instance that computes it; a pair with the other one was opened before."""
-    decode: str = ""
-    """The instance that answers it."""
 
 
 class Abort(InstanceMessage, frozen=True, kw_only=True):
@@ -310,7 +269,7 @@ class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
 Order = Pause | CheckWeights | LoadWeights | Sleep | Wake
 """What an instance carries out and answers."""
 ToInstance = (
-    Submit
+    Request
     | Abort
     | ComputeLocally
     | ChangePrefill
@@ -344,7 +303,7 @@ _from_instance: FrameCodec[FromInstance] = FrameCodec(
 )
 
 
-def encode(message: InstanceMessage) -> bytes:
+def encode(message: InstanceMessage | Request) -> bytes:
     return _to_instance.encode(message)
 
 

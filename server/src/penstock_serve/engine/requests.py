@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.toolkit import NO_HINTS
+import msgspec
+
+# msgspec reads the annotations when a request arrives, so these imports must be real.
+from penstock.toolkit import NO_HINTS, RetentionHints
 from penstock_serve.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 if TYPE_CHECKING:
     from penstock import Lease
-    from penstock.toolkit import RetentionHints
 
 TOKENS_MAX = 1 << 20
 
@@ -52,9 +54,8 @@ class Reason(enum.Enum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A prompt with its options."""
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A prompt with its options: what a server sends to an instance, and an instance computes."""
 
     id: str
     prompt: tuple[int, ...]
@@ -62,11 +63,16 @@ class Request:
     min_tokens: int = 0
     """No stop token is chosen before the answer has this many tokens."""
     answers: int = 1
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end an answer; an instance adds those of the model."""
+    ignores_stop_tokens: bool = False
+    """Whether it adds none."""
     priority: int = 0
     hints: RetentionHints = NO_HINTS
-    """How long its blocks are worth keeping."""
+    """What the client says of how long its blocks are worth keeping."""
+    cache_key: str = ""
+    """OpenAI's `prompt_cache_key`: requests with the same one go to the same instance."""
     tenant: str = ""
     reuse: bool = True
     """Whether cached blocks may be used."""
@@ -75,7 +81,7 @@ class Request:
     handoff: str = ""
     """The name of the handoff that sends its prompt's KV to another instance, or brings it."""
     prefill: str = ""
-    """The instance that computes the prompt of the handoff."""
+    """The instance that computes the prompt of the handoff; a pair was opened before."""
     decode: str = ""
     """The instance that gets its KV."""
     first_alone: bool = False

@@ -16,8 +16,10 @@ its request has ended.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock import LeaseState, Verdict
 from penstock.errors import CapacityError
@@ -184,7 +186,7 @@ class Scheduler:
             answer = self._answers[number]
             if answer.number or not answer.request.handoff:
                 continue
-            changed = replace(answer.request, handoff=handoff, prefill=prefill)
+            changed = msgspec.structs.replace(answer.request, handoff=handoff, prefill=prefill)
             if answer.phase is Phase.CLAIMING:
                 answer.next_request = changed
                 self._handoffs.cancel(answer, lost=lost)

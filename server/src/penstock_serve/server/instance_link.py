@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock import KvEvent
     from penstock.toolkit import Channel
     from penstock_serve.engine.messages import What
+    from penstock_serve.engine.requests import Request
 
 ASK_S = 10.0
 RETRY_S = 0.02
@@ -99,9 +100,7 @@ class InstanceLink:
             self._waiting.setdefault(request, []).append(ended)
             await ended
 
-    async def generate(
-        self, submit: ms.Submit
-    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    async def generate(self, submit: Request) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """Submits a request and yields its tokens until every answer has ended.
 
         If the prompt is scored, that comes first.
@@ -166,7 +165,7 @@ class InstanceLink:
             self.send(ms.Abort(id=request))
             queue.put_nowait(ms.SubmitRefused(id=request, kind=kind, problem=problem))
 
-    def send(self, message: ms.InstanceMessage) -> None:
+    def send(self, message: ms.InstanceMessage | Request) -> None:
         """Sends a message, later if the channel has no room for it now."""
         self._outbox.append(ms.encode(message))
         self._flush()

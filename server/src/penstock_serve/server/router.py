@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.toolkit import Key, Recorder
     from penstock_serve.engine import messages as ms
     from penstock_serve.engine.messages import RoleName
+    from penstock_serve.engine.requests import Request
 
 
 class ServerState(enum.Enum):
@@ -191,7 +192,7 @@ class _Prefill:
     """
 
     def __init__(
-        self, router: Router, route: _Route, submit: ms.Submit, handoffs: Iterator[str]
+        self, router: Router, route: _Route, submit: Request, handoffs: Iterator[str]
     ) -> None:
         self._router = router
         self._decode = route.decode
@@ -221,7 +222,7 @@ class _Prefill:
         if not self._prefill.lost:
             self._prefill.send(Abort(id=self.asked.handoff))
 
-    def _begin(self) -> ms.Submit:
+    def _begin(self) -> Request:
         """Opens the pair if it is not open, and names the handoff."""
         self._router.pairs.use(self._prefill, self._decode)
         self._tried.add(self._prefill)
@@ -274,7 +275,7 @@ class _Prefill:
             max_tokens=1,
             min_tokens=min(1, self.asked.min_tokens),
             answers=1,
-            logprobs=0,
+            sampling=replace(self.asked.sampling, logprobs=0),
         )
         computed = False
         with suppress(InstanceLost, RequestRefusal):
@@ -380,7 +381,7 @@ class Router:
         self._roles[link.name] = role
         link.send(SetRole(role=role))
 
-    def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    def generate(self, submit: Request) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
         Raises `InstanceLost`: no instance is ready, or the one that had begun to answer is gone;
@@ -390,7 +391,7 @@ class Router:
         return answered if self._recorder is None else self._recorded(submit, answered)
 
     async def _recorded(
-        self, submit: ms.Submit, answered: AsyncGenerator[ms.TokenProgress | ms.Scored, None]
+        self, submit: Request, answered: AsyncGenerator[ms.TokenProgress | ms.Scored, None]
     ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """The same, and the length of the answer is recorded."""
         assert self._recorder is not None
@@ -404,7 +405,7 @@ class Router:
         finally:
             self._recorder.end(submit.id, output_tokens)
 
-    def _record(self, submit: ms.Submit, prompt: PromptKeys, link: InstanceLink) -> None:
+    def _record(self, submit: Request, prompt: PromptKeys, link: InstanceLink) -> None:
         """Records a request, unless it keeps out of the cache."""
         if self._recorder is not None and prompt.reuses and submit.store:
             config = self._holdings_of(link).config
@@ -417,7 +418,7 @@ class Router:
             )
 
     async def _answered(
-        self, submit: ms.Submit
+        self, submit: Request
     ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         await self.gate.enter()
         tried: set[InstanceLink] = set()
@@ -572,7 +573,7 @@ class Router:
         return _Route(own + best, link, equal)
 
     def another_prefill(
-        self, decode: InstanceLink, submit: ms.Submit, tried: set[InstanceLink]
+        self, decode: InstanceLink, submit: Request, tried: set[InstanceLink]
     ) -> InstanceLink | None:
         """An instance that may compute a prompt in the place of those that could not."""
         prompt = PromptKeys(submit)
@@ -638,7 +639,7 @@ def _ignore_ready(_link: InstanceLink) -> None:
 class PromptKeys:
     """The keys of one prompt, as instances compute them: once for all with equal settings."""
 
-    def __init__(self, submit: ms.Submit) -> None:
+    def __init__(self, submit: Request) -> None:
         self._submit = submit
         self.token_count = len(submit.prompt)
         self._named: dict[tuple[ModelSettings, int, str, str], list[Key]] = {}

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from penstock.errors import counted, shown
-from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Request
+from penstock_serve.engine.sampling_options import Sampling
 from penstock_serve.engine.text import TextTooLong
 from penstock_serve.observe.live import HANDED
 from penstock_serve.server import errors
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from penstock_serve.engine.sampling_options import Sampling
+    from penstock_serve.engine import messages as ms
     from penstock_serve.engine.text import Text
     from penstock_serve.observe.live import RequestRecord
     from penstock_serve.observe.metrics import ServerMetrics
@@ -217,28 +218,30 @@ class TextEndpoint:
         *,
         name: str,
         tenant: str,
-    ) -> ms.Submit:
+    ) -> Request:
         defaults = self._defaults
-        return ms.Submit(
+        return Request(
             id=name,
-            prompt=tokens,
+            prompt=tuple(tokens),
             max_tokens=_max_tokens(request, room=facts.positions - len(tokens)),
             min_tokens=request.min_tokens,
             ignores_stop_tokens=request.ignore_eos,
-            stop_tokens=list(request.stop_token_ids),
+            stop_tokens=frozenset(request.stop_token_ids),
             answers=request.n,
-            temperature=_given(request.temperature, defaults.temperature),
-            top_p=_given(request.top_p, defaults.top_p),
-            top_k=_given(request.top_k, defaults.top_k),
-            min_p=_given(request.min_p, defaults.min_p),
-            repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias=list(request.logit_bias),
-            seed=request.seed,
-            logprobs=request.logprobs or 0,
+            sampling=Sampling(
+                temperature=_given(request.temperature, defaults.temperature),
+                top_p=_given(request.top_p, defaults.top_p),
+                top_k=_given(request.top_k, defaults.top_k),
+                min_p=_given(request.min_p, defaults.min_p),
+                repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+                presence_penalty=request.presence_penalty,
+                frequency_penalty=request.frequency_penalty,
+                logit_bias=request.logit_bias,
+                seed=request.seed,
+                logprobs=request.logprobs or 0,
+            ),
             scores_prompt=request.scores_prompt,
-            returns_logprobs=request.logprobs is not None,
+            first_alone=request.logprobs is None and request.n == 1,
             priority=request.priority,
             hints=request.hints,
             cache_key=request.prompt_cache_key,
@@ -313,7 +316,7 @@ class Admission:
 class Part:
     """One prompt of a request, and the reader of its answers."""
 
-    submit: ms.Submit
+    submit: Request
     reader: AnswerReader
 
 
