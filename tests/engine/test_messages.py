@@ -14,7 +14,7 @@ from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine import remote_workers
 from penstock_serve.engine.batch import TokenSpan
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Request
 from penstock_serve.engine.sampling_options import Sampled, Sampling, TokenSampling
 from penstock_serve.engine.steps import Draw, Step, StepResult
 
@@ -30,7 +30,7 @@ FROM_INSTANCE: list[Any] = [
     ms.InstanceReady(
         model="m", positions=8, stop_tokens=[1], config=parse_config(STARTER_TOML), tiers=["device"]
     ),
-    ms.TokenProgress(id="r", answer=0, token=5, alternatives=[(5, -0.1)], cached=[8, 0]),
+    Output(request="r", answer=0, sampled=Sampled(5, 0.0, [(5, -0.1)]), cached_by_tier=(8, 0)),
     ms.SubmitRefused(id="r", kind="busy", problem="full"),
     ms.CacheChanged(
         events=[

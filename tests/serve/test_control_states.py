@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.control import Control, DrainRequest, SleepRequest, WeightsRequest
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
@@ -40,7 +41,7 @@ class Served:
         for message in self.end.received():
             self._take(message, wanted)
         for request in self.requests if answers else ():
-            token = ms.TokenProgress(id=request, answer=0, token=1, reason="stop")
+            token = Output(request=request, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
             self.end.say(token)
         if answers:
             self.requests.clear()

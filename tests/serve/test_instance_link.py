@@ -11,7 +11,8 @@ import pytest
 
 from penstock.transport.base import BacklogError, Empty, Received, ReceivedFrame
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.app import ask_instances
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOON_S = 600.0
-TOKEN = ms.TokenProgress(id="r", answer=0, token=7, reason="length")
+TOKEN = Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH)
 
 
 class FullChannel:

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Output, Reason
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.control import (
     Control,
     DrainRequest,
@@ -47,10 +49,10 @@ def test_new_requests_follow_the_new_role_and_old_ones_end() -> None:
         assert asked(two) == ["c", "d"]
         assert {each.split("/")[0] for each in asked(prefill)} <= {"a", "b", "c", "d"}
         assert not change.done()
-        one.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length"))
+        one.say(Output(request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
         await task
         for said in ("c/1", "d/1"):
-            one.say(ms.TokenProgress(id=said, answer=0, token=7, reason="length"))
+            one.say(Output(request=said, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
         assert await change == {
             "instance": "decode-0",
             "role": "prefill",

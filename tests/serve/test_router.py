@@ -13,7 +13,8 @@ from penstock.config import parse_config
 from penstock.machine.kv_events import AllCleared, BlocksStored
 from penstock.transport.base import ReceivedFrame
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.router import Router
 
@@ -94,7 +95,11 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def answered(router: Router, request: Request) -> list[ms.TokenProgress]:
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [each.sampled.token for each in outputs if each.sampled is not None]
+
+
+async def answered(router: Router, request: Request) -> list[Output]:
     return [progress async for progress in router.generate(request)]
 
 
@@ -107,8 +112,8 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
 
         assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
-        two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
-        assert [progress.token for progress in await task] == [1]
+        two.say(Output(request="r", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        assert tokens_of(await task) == [1]
 
     played(play)
 
@@ -126,7 +131,7 @@ def test_a_router_with_the_same_secret_salt_finds_prefixes(tmp_path: Path) -> No
 
         assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
-        two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
+        two.say(Output(request="r", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
         await task
 
     played(play, salt=f"file:{places[0]}")
@@ -144,7 +149,7 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
             await settled()
             [chosen] = [each for each in (one, two) if each.received()]
             went.append("one" if chosen is one else "two")
-            chosen.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
+            chosen.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
             await task
 
         assert went == ["one", "two", "one", "two"]
@@ -161,7 +166,7 @@ def test_requests_with_one_cache_key_go_to_one_instance() -> None:
             await settled()
             [chosen] = [each for each in (one, two) if each.received()]
             went.append("one" if chosen is one else "two")
-            chosen.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
+            chosen.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
             await task
 
         assert went == ["one", "one", "two", "one", "one"]
@@ -184,7 +189,9 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
         assert [said.id for said in two.received()] == ["second"]
         assert router.answering == [two.link]
         for instance, name in ((one, "first"), (two, "second")):
-            instance.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
+            instance.say(
+                Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
+            )
         assert len(await first) == len(await second) == 1
 
     played(play)
@@ -233,14 +240,14 @@ def test_a_lost_instance_is_replaced_before_the_first_token_and_not_after_it() -
         early = asyncio.create_task(answered(router, submit("early")))
         late = asyncio.create_task(answered(router, submit("late")))
         await settled()
-        one.say(ms.TokenProgress(id="late", answer=0, token=1))
+        one.say(Output(request="late", answer=0, sampled=Sampled(1, 0.0)))
         await settled()
 
         one.channel.fail("killed")
         await settled()
-        two.say(ms.TokenProgress(id="early", answer=0, token=2, reason="length"))
+        two.say(Output(request="early", answer=0, sampled=Sampled(2, 0.0), reason=Reason.LENGTH))
 
-        assert [progress.token for progress in await early] == [2]
+        assert tokens_of(await early) == [2]
         assert router.retries == 1
         with pytest.raises(InstanceLost, match="killed"):
             await late

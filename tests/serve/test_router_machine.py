@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import PREFILLS_MAX, Router
 from tests.serve.test_router import CONFIG, answered, settled, submit
@@ -63,7 +64,9 @@ class Fake:
         said = self.requests.pop(name)
         handed = handed and bool(said.handoff) and said.decode == self.name
         self.instance.say(
-            ms.TokenProgress(id=name, answer=0, token=7, reason="length", handed=handed)
+            Output(
+                request=name, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH, handed=handed
+            )
         )
 
 

@@ -10,11 +10,12 @@ import pytest
 from penstock.config import parse_config
 from penstock.config.values import RoutingTable
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Reason, Request
+from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import Router
-from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit
+from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -60,7 +61,7 @@ def played(
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-async def sent(router: Router, *names: str) -> list[asyncio.Task[list[ms.TokenProgress]]]:
+async def sent(router: Router, *names: str) -> list[asyncio.Task[list[Output]]]:
     """Requests that have reached their instances, one after the other."""
     tasks = []
     for name in names:
@@ -69,7 +70,7 @@ async def sent(router: Router, *names: str) -> list[asyncio.Task[list[ms.TokenPr
     return tasks
 
 
-async def given_up(tasks: list[asyncio.Task[list[ms.TokenProgress]]]) -> None:
+async def given_up(tasks: list[asyncio.Task[list[Output]]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,11 +94,15 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
         assert (here.prefill, here.decode) == ("prefill-0", "decode-0")
         assert (there.prompt, there.max_tokens, there.answers) == (PROMPT, 1, 1)
         assert (here.id, here.max_tokens, here.answers) == ("r", 4, 2)
-        prefill.say(ms.TokenProgress(id=there.id, answer=0, token=1, reason="length"))
+        prefill.say(
+            Output(request=there.id, answer=0, sampled=Sampled(1, 0.0), reason=Reason.LENGTH)
+        )
         for answer in (0, 1):
-            decode.say(ms.TokenProgress(id="r", answer=answer, token=7, reason="length"))
+            decode.say(
+                Output(request="r", answer=answer, sampled=Sampled(7, 0.0), reason=Reason.LENGTH)
+            )
 
-        assert [progress.token for progress in await task] == [7, 7]
+        assert tokens_of(await task) == [7, 7]
         assert decode.received() == []
         # Whatever it still keeps of it, nobody comes for it.
         assert set(prefill.received()) == {ms.Abort(id=there.id)}
@@ -111,12 +116,14 @@ def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
         await settled()
         [_, there], _ = prefill.received(), decode.received()
 
-        decode.say(ms.TokenProgress(id="r", answer=0, token=7, handed=True))
-        decode.say(ms.TokenProgress(id="r", answer=0, token=8, reason="length"))
+        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), handed=True))
+        decode.say(Output(request="r", answer=0, sampled=Sampled(8, 0.0), reason=Reason.LENGTH))
         await task
         await settled()
         assert prefill.received() == []
-        prefill.say(ms.TokenProgress(id=there.id, answer=0, token=7, reason="length"))
+        prefill.say(
+            Output(request=there.id, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH)
+        )
         await settled()
 
         assert (prefill.received(), decode.received()) == ([], [])
@@ -135,7 +142,7 @@ def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: 
         if fate == "refuses":
             prefill.say(ms.SubmitRefused(id=there.id, kind="busy", problem="full"))
         elif fate == "gives up":
-            prefill.say(ms.TokenProgress(id=there.id, answer=0, reason="aborted"))
+            prefill.say(Output(request=there.id, answer=0, reason=Reason.ABORTED))
         else:
             prefill.channel.fail("killed")
         await settled()
@@ -144,8 +151,8 @@ def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: 
         closed = ms.ClosePair(prefill="prefill-0", decode="decode-0", lost=True)
         gone = [closed] if died else []
         assert decode.received() == [ms.ComputeLocally(id="r", lost=died), *gone]
-        decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
-        assert [progress.token for progress in await task] == [7]
+        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
+        assert tokens_of(await task) == [7]
 
     played(play)
 
@@ -158,8 +165,8 @@ def test_without_a_prefill_instance_nothing_is_handed_over() -> None:
         await settled()
 
         assert decode.received() == [submit("r")]
-        decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
-        assert [progress.token for progress in await task] == [7]
+        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
+        assert tokens_of(await task) == [7]
 
     played(play)
 
@@ -230,7 +237,11 @@ def test_prompts_that_wait_before_a_prefill_instance_send_the_next_one_elsewhere
         [first] = await sent(router, "a")
         assert (asked(one), asked(two)) == (["a/1"], [])
         # It is answered, but its prompt is still being computed, delivered and all.
-        decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
+        decode.say(
+            Output(
+                request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH, handed=True
+            )
+        )
         await first
         await settled()
         assert (decode.link.load, one.link.load) == (0, 1)
@@ -265,8 +276,12 @@ def test_a_prompt_that_one_prefill_instance_cannot_compute_another_one_does(fate
         assert closed == ([pair] if died else [])
         [_, again] = two.received()
         assert (again.id, again.handoff, again.prefill) == ("a/2", "a/2", "prefill-1")
-        decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
-        assert [progress.token for progress in await task] == [7]
+        decode.say(
+            Output(
+                request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH, handed=True
+            )
+        )
+        assert tokens_of(await task) == [7]
 
     played(play, prefills=2)
 
@@ -410,7 +425,7 @@ def test_a_prefill_instance_that_fails_gets_less_to_do_for_a_while() -> None:
         [task] = await sent(router, "r")
         one.say(ms.SubmitRefused(id="r/1", kind="busy", problem="full"))
         await settled()
-        decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
+        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
         await task
         assert (asked(one), asked(two), asked(decode)) == (["r/1"], ["r/2"], ["r"])
 
@@ -441,7 +456,7 @@ def test_weights_of_the_choice_are_settings() -> None:
 async def finished(router: Router, decode: Instance, name: str) -> None:
     """A request that a decode instance answers at once."""
     [task] = await sent(router, name)
-    decode.say(ms.TokenProgress(id=name, answer=0, token=7, reason="length"))
+    decode.say(Output(request=name, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
     await task
     await settled()
 
@@ -495,11 +510,15 @@ def test_the_least_recently_used_pair_makes_room_for_another_one() -> None:
 def test_a_pair_is_in_use_until_the_kv_has_arrived() -> None:
     async def play(router: Router, one: Instance, two: Instance, decode: Instance) -> None:
         first = await sent(router, "a")
-        one.say(ms.TokenProgress(id="a/1", answer=0, token=7, reason="length"))
+        one.say(Output(request="a/1", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
         await settled()
 
         then = await sent(router, "b")
-        decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
+        decode.say(
+            Output(
+                request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH, handed=True
+            )
+        )
         await asyncio.gather(*first)
         await given_up(then)
         await settled()

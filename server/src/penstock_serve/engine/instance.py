@@ -106,7 +106,7 @@ class ServerOutbox:
         """Whether everything was sent."""
         return not self._frames
 
-    def put(self, message: ms.InstanceMessage) -> None:
+    def put(self, message: ms.InstanceMessage | Output) -> None:
         """Adds a message, which `flush` sends."""
         self._frames.append(ms.encode(message))
 
@@ -201,11 +201,7 @@ class Instance:
                 wait_readable(self._channel.descriptor, time.monotonic() + SLOW_SERVER_S)
                 continue
             for output in self._engine.step():
-                self._outbox.put(
-                    _scored(output)
-                    if output.scored
-                    else _progress(output, handed=self._was_handed(output))
-                )
+                self._outbox.put(self._with_handoff(output))
             self._orders.step()
             self._send_cache_changes()
             self._send_health()
@@ -295,13 +291,13 @@ class Instance:
         for first in range(0, len(stored), EVENTS_A_MESSAGE):
             self._outbox.put(ms.CacheChanged(events=list(stored[first : first + EVENTS_A_MESSAGE])))
 
-    def _was_handed(self, output: Output) -> bool:
-        """Whether a handoff delivered the prompt of a request; true once."""
+    def _with_handoff(self, output: Output) -> Output:
+        """Says once of a request whose prompt a handoff delivered that it was handed over."""
         handoffs = self._engine.handoffs
-        if handoffs is None or output.request not in handoffs.delivered:
-            return False
+        if handoffs is None or output.scored or output.request not in handoffs.delivered:
+            return output
         handoffs.delivered.discard(output.request)
-        return True
+        return msgspec.structs.replace(output, handed=True)
 
     def hang_up(self) -> None:
         """Closes the channel to the server; may be called twice."""
@@ -442,30 +438,6 @@ def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:
     """The spec with another version of the weights."""
     model = replace(spec.config.model, weights_version=version)
     return msgspec.structs.replace(spec, config=replace(spec.config, model=model))
-
-
-def _progress(output: Output, *, handed: bool) -> ms.TokenProgress:
-    sampled = output.sampled
-    return ms.TokenProgress(
-        id=output.request,
-        answer=output.answer,
-        token=None if sampled is None else sampled.token,
-        logprob=0.0 if sampled is None else sampled.logprob,
-        alternatives=[] if sampled is None else sampled.alternatives,
-        reason="" if output.reason is None else output.reason.value,
-        cached=list(output.cached_by_tier),
-        handed=handed,
-        spent_s=list(output.spent_s),
-    )
-
-
-def _scored(output: Output) -> ms.Scored:
-    return ms.Scored(
-        id=output.request,
-        position=output.position,
-        logprobs=[each.logprob for each in output.scored],
-        alternatives=[each.alternatives for each in output.scored],
-    )
 
 
 def build_engine(

@@ -3,7 +3,7 @@
 | from the server                | from the instance                                            |
 |--------------------------------|--------------------------------------------------------------|
 |                                | `LoadProgress` while it loads, `InstanceReady` afterwards    |
-| `Request` `Abort` `StopAnswer` | `Scored`, `TokenProgress`, `SubmitRefused`                   |
+| `Request` `Abort` `StopAnswer` | `Output`, `SubmitRefused`                                    |
 | `ComputeLocally` `ChangePrefill` |                                                            |
 | `OpenPair` `ClosePair`         | `PairFailed`                                                 |
 | `SetRole`                      |                                                              |
@@ -30,7 +30,7 @@ from penstock import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.config import Config  # noqa: TC001
 from penstock.toolkit import FRAME_BYTES_MAX, FrameCodec
-from penstock_serve.engine.requests import Request
+from penstock_serve.engine.requests import Output, Request
 from penstock_serve.engine.spec import EngineSpec, PairSpec  # noqa: TC001
 
 VERSION = 1
@@ -199,33 +199,6 @@ class InstanceReady(InstanceMessage, frozen=True, kw_only=True):
     """How other instances reach it for handoffs; `None`: it takes part in none."""
 
 
-class TokenProgress(InstanceMessage, frozen=True, kw_only=True):
-    """A token of an answer, or its end, or both."""
-
-    id: str
-    answer: int
-    token: int | None = None
-    logprob: float = 0.0
-    alternatives: list[tuple[int, float]] = []
-    reason: str = ""
-    cached: list[int] = []
-    """With the first token: prompt tokens that came from each tier."""
-    handed: bool = False
-    """With the first token: whether the prompt's KV came from another instance."""
-    spent_s: list[float] = []
-    """With the first token: how long it was queued, loading, handed over, and computed."""
-
-
-class Scored(InstanceMessage, frozen=True, kw_only=True):
-    """Tokens of a prompt with their log-probabilities; all come before the first token."""
-
-    id: str
-    position: int
-    """The position of the first of them in the prompt."""
-    logprobs: list[float]
-    alternatives: list[list[tuple[int, float]]]
-
-
 class SubmitRefused(InstanceMessage, frozen=True, kw_only=True):
     """A request was refused."""
 
@@ -285,8 +258,7 @@ ToInstance = (
 FromInstance = (
     LoadProgress
     | InstanceReady
-    | TokenProgress
-    | Scored
+    | Output
     | SubmitRefused
     | Leaving
     | PairFailed
@@ -303,7 +275,7 @@ _from_instance: FrameCodec[FromInstance] = FrameCodec(
 )
 
 
-def encode(message: InstanceMessage | Request) -> bytes:
+def encode(message: InstanceMessage | Request | Output) -> bytes:
     return _to_instance.encode(message)
 
 

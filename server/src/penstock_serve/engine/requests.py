@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -106,20 +105,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 ANSWERS_MAX = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """A token of an answer, or its end, or both."""
+class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A token of an answer, or its end, or both; or tokens of a prompt that are scored."""
 
     request: str
     answer: int
-    sampled: Sampled | None
+    sampled: Sampled | None = None
     reason: Reason | None = None
     cached_by_tier: tuple[int, ...] = ()
     """Prompt tokens that came from each tier, device first; with the first token."""
+    handed: bool = False
+    """With the first token: whether the prompt's KV came from another instance."""
     spent_s: tuple[float, ...] = ()
     """The time that it was queued, loading, handed over, and computed; with the first token."""
     scored: tuple[Sampled, ...] = ()
-    """Tokens of the prompt with their log-probabilities, the first of them at `position`."""
+    """Tokens of the prompt with their log-probabilities, the first of them at `position`; all come
+    before the first token."""
     position: int = 0
 
 

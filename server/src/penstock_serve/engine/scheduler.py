@@ -535,7 +535,6 @@ class Scheduler:
             Output(
                 request=answer.request.id,
                 answer=answer.number,
-                sampled=None,
                 scored=tuple(found),
                 position=position,
             )

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from penstock_serve.engine.messages import Scored
+from penstock_serve.engine.requests import Reason
 from penstock_serve.engine.text import AnswerText
 from penstock_serve.observe.live import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from penstock_serve.engine import messages as ms
+    from penstock_serve.engine.requests import Output
+    from penstock_serve.engine.sampling_options import Sampled
     from penstock_serve.engine.text import Text
 
 
@@ -75,16 +76,16 @@ class AnswerReader:
     def __init__(self, text: Text, options: AnswerOptions) -> None:
         self.prompt_tokens = len(options.prompt)
         self.completion_tokens = 0
-        self.cached: list[int] = []
+        self.cached: Sequence[int] = ()
         self.handed = False
         """Whether another instance computed the rest of the prompt."""
-        self.spent_s: list[float] = []
+        self.spent_s: Sequence[float] = ()
         """The time until the first token: queued, loading, handed over, prefill."""
         self.decode_s = 0.0
         """The time from the first text to the last; whoever passes it on measures it."""
         self._text = text
         self._options = options
-        self._scored: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+        self._scored: dict[int, Sampled] = {}
         self._answers = [
             _GrowingAnswer(text, options, begins=0 if options.echo is None else len(options.echo))
             for _ in range(options.answers)
@@ -99,23 +100,22 @@ class AnswerReader:
         """The time of each of `PHASES`; empty before the first token."""
         return [*self.spent_s, self.decode_s] if self.spent_s else []
 
-    def score(self, scored: ms.Scored) -> None:
+    def score(self, progress: Output) -> None:
         """Adds log-probabilities of the prompt."""
-        rows = zip(scored.logprobs, scored.alternatives, strict=False)
-        self._scored |= dict(enumerate(rows, start=scored.position))
+        self._scored |= dict(enumerate(progress.scored, start=progress.position))
 
-    def take(self, progress: ms.TokenProgress) -> AnswerPiece | None:
+    def take(self, progress: Output) -> AnswerPiece | None:
         """The text that a token made final; `None` if there is none."""
         found = self._answers[progress.answer]
         if found.ended:
             return None
-        if progress.cached:
-            self.cached = progress.cached
+        if progress.cached_by_tier:
+            self.cached = progress.cached_by_tier
         if progress.spent_s and not self.spent_s:
             self.spent_s = progress.spent_s
         self.handed |= progress.handed
         if self._options.generates:
-            if progress.token is not None:
+            if progress.sampled is not None:
                 self.completion_tokens += 1
             text, rows, generated, reason = found.take(progress)
         else:
@@ -138,8 +138,9 @@ class AnswerReader:
             return []
         offsets, rows = _Offsets(0), []
         for position, token in enumerate(self._options.prompt):
-            logprob, alternatives = self._scored.get(position, (None, []))
+            known = self._scored.get(position)
             offset = offsets.add(self._text.token_bytes(token))
+            logprob, alternatives = (known.logprob, known.alternatives) if known else (None, [])
             rows.append(TokenRow(token, logprob, alternatives, offset))
         return rows
 
@@ -159,17 +160,18 @@ class _GrowingAnswer:
     def stopped(self) -> bool:
         return self._answer.stopped
 
-    def take(self, progress: ms.TokenProgress) -> tuple[str, list[TokenRow], int, str]:
+    def take(self, progress: Output) -> tuple[str, list[TokenRow], int, str]:
         """The text that is final now, its rows, its number of tokens, and why it ended."""
-        new = ""
-        if progress.token is not None:
+        new, sampled = "", progress.sampled
+        if sampled is not None:
             self._generated += 1
             if self._logprobs:
-                self._rows.append(self._row(progress, progress.token))
+                self._rows.append(self._row(sampled))
             # The token that ends an answer is not part of its text.
-            if progress.reason != "stop":
-                new = self._answer.add(progress.token)
-        reason = "stop" if self._answer.stopped else progress.reason
+            if progress.reason is not Reason.STOP:
+                new = self._answer.add(sampled.token)
+        reason = "" if progress.reason is None else progress.reason.value
+        reason = "stop" if self._answer.stopped else reason
         if reason:
             new += self._answer.end()
             self.ended = True
@@ -179,9 +181,9 @@ class _GrowingAnswer:
         self._rows, self._generated = [], 0
         return new, rows, generated, reason
 
-    def _row(self, progress: ms.TokenProgress, token: int) -> TokenRow:
-        offset = self._offsets.add(self._text.token_bytes(token))
-        return TokenRow(token, progress.logprob, progress.alternatives, offset)
+    def _row(self, sampled: Sampled) -> TokenRow:
+        offset = self._offsets.add(self._text.token_bytes(sampled.token))
+        return TokenRow(sampled.token, sampled.logprob, sampled.alternatives, offset)
 
 
 class _Offsets:
@@ -200,13 +202,13 @@ class _Offsets:
 
 async def pieces_of(
     reader: AnswerReader,
-    tokens: AsyncGenerator[ms.TokenProgress | ms.Scored, None],
+    tokens: AsyncGenerator[Output, None],
     stop: Callable[[int], None],
 ) -> AsyncGenerator[AnswerPiece, None]:
     """The pieces of a prompt's answers; calls `stop` for those that a stop string ends."""
     async with aclosing(tokens):
         async for progress in tokens:
-            if isinstance(progress, Scored):
+            if progress.scored:
                 reader.score(progress)
                 continue
             piece = reader.take(progress)

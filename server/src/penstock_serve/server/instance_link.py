@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import PeerError, UnavailableError
 from penstock.toolkit import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock_serve.engine import messages as ms
+from penstock_serve.engine.requests import Output
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
@@ -67,9 +68,7 @@ class InstanceLink:
         """Called when the instance could not open a pair."""
         self._channel = channel
         self._on_change = on_change
-        self._requests: dict[
-            str, asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost]
-        ] = {}
+        self._requests: dict[str, asyncio.Queue[Output | ms.SubmitRefused | InstanceLost]] = {}
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """Those who wait for the end of a request."""
         self._asked: dict[int, asyncio.Future[bytes]] = {}
@@ -100,15 +99,13 @@ class InstanceLink:
             self._waiting.setdefault(request, []).append(ended)
             await ended
 
-    async def generate(self, submit: Request) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    async def generate(self, submit: Request) -> AsyncGenerator[Output, None]:
         """Submits a request and yields its tokens until every answer has ended.
 
         If the prompt is scored, that comes first.
         Raises `InstanceLost`: the instance is gone; `RequestRefusal`: it refused the request.
         """
-        queue: asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost] = (
-            asyncio.Queue()
-        )
+        queue: asyncio.Queue[Output | ms.SubmitRefused | InstanceLost] = asyncio.Queue()
         self._require_there()
         self._requests[submit.id] = queue
         running = submit.answers
@@ -121,8 +118,7 @@ class InstanceLink:
                 if isinstance(message, ms.SubmitRefused):
                     running = 0
                     raise RequestRefusal(message.kind, message.problem)
-                if isinstance(message, ms.TokenProgress):
-                    running -= bool(message.reason)
+                running -= message.reason is not None
                 yield message
         finally:
             del self._requests[submit.id]
@@ -248,7 +244,7 @@ class InstanceLink:
                 self.ready, self.was_ready = message, True
                 self.on_ready(self)
                 self._on_change(self)
-            case ms.TokenProgress() | ms.Scored() | ms.SubmitRefused():
+            case Output() | ms.SubmitRefused():
                 self._take_progress(message)
             case ms.Leaving():
                 self.leaving = True
@@ -264,8 +260,8 @@ class InstanceLink:
                 if answer is not None and not answer.done():
                     answer.set_result(message.json)
 
-    def _take_progress(self, message: ms.TokenProgress | ms.Scored | ms.SubmitRefused) -> None:
-        queue = self._requests.get(message.id)
+    def _take_progress(self, message: Output | ms.SubmitRefused) -> None:
+        queue = self._requests.get(message.request if isinstance(message, Output) else message.id)
         if queue is not None:
             queue.put_nowait(message)
 

@@ -40,10 +40,8 @@ from penstock_serve.engine.messages import (
     ChangePrefill,
     ComputeLocally,
     ResetCache,
-    Scored,
     SetRole,
     StopAnswer,
-    TokenProgress,
 )
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.pairs import PairTable
@@ -54,9 +52,8 @@ if TYPE_CHECKING:
     from penstock import KvEvent
     from penstock.config import Config, ModelSettings
     from penstock.toolkit import Key, Recorder
-    from penstock_serve.engine import messages as ms
     from penstock_serve.engine.messages import RoleName
-    from penstock_serve.engine.requests import Request
+    from penstock_serve.engine.requests import Output, Request
 
 
 class ServerState(enum.Enum):
@@ -281,7 +278,7 @@ class _Prefill:
         with suppress(InstanceLost, RequestRefusal):
             async with aclosing(prefill.generate(submit)) as tokens:
                 async for progress in tokens:
-                    computed = isinstance(progress, TokenProgress) and progress.token is not None
+                    computed = progress.sampled is not None
         return computed
 
 
@@ -381,7 +378,7 @@ class Router:
         self._roles[link.name] = role
         link.send(SetRole(role=role))
 
-    def generate(self, submit: Request) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    def generate(self, submit: Request) -> AsyncGenerator[Output, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
         Raises `InstanceLost`: no instance is ready, or the one that had begun to answer is gone;
@@ -391,15 +388,15 @@ class Router:
         return answered if self._recorder is None else self._recorded(submit, answered)
 
     async def _recorded(
-        self, submit: Request, answered: AsyncGenerator[ms.TokenProgress | ms.Scored, None]
-    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+        self, submit: Request, answered: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
         """The same, and the length of the answer is recorded."""
         assert self._recorder is not None
         output_tokens = 0
         try:
             async with aclosing(answered) as tokens:
                 async for progress in tokens:
-                    if isinstance(progress, TokenProgress) and progress.token is not None:
+                    if progress.sampled is not None:
                         output_tokens += 1
                     yield progress
         finally:
@@ -417,9 +414,7 @@ class Router:
                 hints=submit.hints,
             )
 
-    async def _answered(
-        self, submit: Request
-    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    async def _answered(self, submit: Request) -> AsyncGenerator[Output, None]:
         await self.gate.enter()
         tried: set[InstanceLink] = set()
         handoffs = iter(self.handoffs_of(submit.id))
@@ -438,7 +433,7 @@ class Router:
                 asked = submit if prefill is None else prefill.asked
                 async with aclosing(link.generate(asked)) as tokens:
                     async for progress in tokens:
-                        if isinstance(progress, Scored):
+                        if progress.scored:
                             # If this instance is lost, the next one sends it again.
                             yield progress
                             continue
