@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -27,6 +28,11 @@ from penstock_serve.cli.serve import (
 )
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from penstock.config import ServeTable
+    from penstock_serve.server.guard import Guard
     from penstock_serve.server.vllm_router import VllmRouter
 
 
@@ -71,47 +77,49 @@ def route(  # noqa: PLR0913 - as many options as there are settings
     The servers are `vllm serve` with the flags of `penstock vllm-config --role`. They may start and
     end at any time.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint()}")
-    from penstock_serve.server.guard import (  # noqa: PLC0415  (needs the extras)
-        find_key,
-        read_hosts,
-        require_usable_options,
-    )
-    from penstock_serve.server.server_socket import address_of, listen  # noqa: PLC0415
+    _require_packages()
+    from penstock_serve.server.server_socket import address_of  # noqa: PLC0415  (needs the extras)
     from penstock_serve.server.vllm_server import read_urls  # noqa: PLC0415
 
     prefill, decode = read_urls(
         [server_url(each) for each in vllm_prefill or ()],
         [server_url(each) for each in vllm_decode or ()],
     )
-    require_usable_options(api_key, api_key_file)
-    table = serve_table(
-        host=host,
-        port=port,
-        api_key=api_key,
-        api_key_file=api_key_file,
-        allowed_hosts=allowed_hosts,
-        drain_s=drain_s,
-        log_level=log_level,
-        log_json=log_json,
-    )
-    with listen(table.host, table.port) as bound:
+    keys = {"api_key": api_key, "api_key_file": api_key_file, "allowed_hosts": allowed_hosts}
+    logs = {"log_level": log_level, "log_json": log_json}
+    with _listening({"host": host, "port": port, "drain_s": drain_s, **keys, **logs}) as here:
+        bound, table, guard = here
         from penstock_serve.server.vllm_app import RouterSettings, run_router  # noqa: PLC0415
 
-        set_up_logs(table.log_level, as_json=table.log_json)
-        key = find_key(table)
-        warn_of_openness(table, key, on_command_line=api_key is not None)
         settings = RouterSettings(
             prefill=prefill,
             decode=decode,
-            api_key=key,
-            allowed_hosts=read_hosts(table.allowed_hosts),
+            guard=guard,
             timeout_s=timeout_s,
             drain_s=table.drain_s,
         )
         run_router(settings, bound, partial(_show_start, address_of(bound)))
+
+
+def _require_packages() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint()}")
+
+
+@contextmanager
+def _listening(given: dict[str, Any]) -> Iterator[tuple[socket.socket, ServeTable, Guard]]:
+    """The socket that a command listens on by its options, its settings, and who may ask."""
+    from penstock_serve.server import guard as guards  # noqa: PLC0415  (needs the extras)
+    from penstock_serve.server.server_socket import listen  # noqa: PLC0415
+
+    guards.require_usable_options(given["api_key"], given["api_key_file"])
+    table = serve_table(**given)
+    with listen(table.host, table.port) as bound:
+        set_up_logs(table.log_level, as_json=table.log_json)
+        key = guards.find_key(table)
+        warn_of_openness(table, key, on_command_line=given["api_key"] is not None)
+        yield bound, table, guards.Guard(key, guards.read_hosts(table.allowed_hosts))
 
 
 def _show_start(address: str, router: VllmRouter) -> None:
@@ -155,16 +163,8 @@ def show_dashboard(
     Servers may start and end at any time; one that does not answer is shown as down. SGLang needs
     --enable-metrics.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint()}")
-    from penstock_serve.server.guard import (  # noqa: PLC0415  (needs the extras)
-        Guard,
-        find_key,
-        read_hosts,
-        require_usable_options,
-    )
-    from penstock_serve.server.server_socket import address_of, listen  # noqa: PLC0415
+    _require_packages()
+    from penstock_serve.server.server_socket import address_of  # noqa: PLC0415  (needs the extras)
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415
 
     if len(metrics) > SERVERS_MAX:
@@ -173,24 +173,14 @@ def show_dashboard(
     for url, times in Counter(urls).items():
         if times > 1:
             raise ConfigError("--metrics", f"has {url} twice, must have each server once")
-    require_usable_options(api_key, api_key_file)
-    table = serve_table(
-        host=host,
-        api_key=api_key,
-        api_key_file=api_key_file,
-        allowed_hosts=allowed_hosts,
-        log_level=log_level,
-        log_json=log_json,
-    )
-    with listen(table.host, port) as bound:
+    keys = {"api_key": api_key, "api_key_file": api_key_file, "allowed_hosts": allowed_hosts}
+    logs = {"log_level": log_level, "log_json": log_json}
+    with _listening({"host": host, "port": port, **keys, **logs}) as (bound, _, guard):
         from penstock_serve.server.dashboard import run_dashboard  # noqa: PLC0415
 
-        set_up_logs(table.log_level, as_json=table.log_json)
-        key = find_key(table)
-        warn_of_openness(table, key, on_command_line=api_key is not None)
         servers = counted(len(urls), "server")
         print(f"penstock: dashboard of {servers} at {address_of(bound)}/", flush=True)
-        run_dashboard(urls, bound, Guard(key, read_hosts(table.allowed_hosts)))
+        run_dashboard(urls, bound, guard)
 
 
 def _server(url: str) -> str:

@@ -21,7 +21,7 @@ import json
 import logging
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,7 +35,6 @@ from penstock_serve.observe.metrics import RouterMetrics
 from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog, name_request, note_failure, note_tokens
 from penstock_serve.server.dashboard import MetricsWatch
-from penstock_serve.server.guard import Guard
 from penstock_serve.server.http import (
     GuardedApp,
     HttpServer,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock_serve.observe.live import RequestRecord
+    from penstock_serve.server.guard import Guard
     from penstock_serve.server.vllm_router import BegunAnswer
     from penstock_serve.server.vllm_server import ServerUrl, WholeAnswer
 
@@ -77,10 +77,8 @@ class RouterSettings:
 
     prefill: Sequence[ServerUrl]
     decode: Sequence[ServerUrl]
-    api_key: str = field(default="", repr=False)
-    """What clients must send; empty: whatever they send goes to vLLM, which may want its own."""
-    allowed_hosts: Sequence[str] = ()
-    """Further names of this router in `Host` headers, such as that of a proxy."""
+    guard: Guard
+    """Who may ask; without a key, whatever clients send goes to vLLM, which may want its own."""
     timeout_s: float = 600.0
     """How long a server may be silent, before and within its answer."""
     drain_s: float = 20.0
@@ -325,7 +323,7 @@ async def _run(
     metrics = RouterMetrics()
     router = VllmRouter(settings.prefill, settings.decode, metrics, timeout_s=settings.timeout_s)
     fit = raise_descriptor_limit(DESCRIPTORS_A_REQUEST * CONNECTIONS_MAX)
-    app = RouterApp(router, metrics, Guard(settings.api_key, settings.allowed_hosts))
+    app = RouterApp(router, metrics, settings.guard)
     server = HttpServer(
         AccessLog(app.app(), metrics.count_response),
         connections_max=max(1, fit // DESCRIPTORS_A_REQUEST),
