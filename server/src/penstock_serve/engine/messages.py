@@ -279,17 +279,7 @@ def encode(message: InstanceMessage | Request | Output) -> bytes:
     return _to_instance.encode(message)
 
 
-def read_by_instance(frame: bytes) -> ToInstance:
-    """Decodes a frame from a server.
-
-    Raises `PeerError`: it is not a message of a server.
-    """
-    return _to_instance.decode(frame)
-
-
-def read_by_server(frame: bytes) -> FromInstance:
-    """Decodes a frame from an instance.
-
-    Raises `PeerError`: it is not a message of an instance.
-    """
-    return _from_instance.decode(frame)
+read_by_instance = _to_instance.decode
+"""Decodes a frame from a server; raises `PeerError`: it is not a message of a server."""
+read_by_server = _from_instance.decode
+"""Decodes a frame from an instance; raises `PeerError`: it is not a message of an instance."""

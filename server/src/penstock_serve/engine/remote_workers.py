@@ -423,20 +423,10 @@ def encode(message: FromRank | ToRank) -> bytes:
     return _to_rank.encode(message)
 
 
-def read_by_scheduler(frame: bytes) -> FromRank:
-    """Decodes a frame from a rank.
-
-    Raises `PeerError`: it is not a message of a rank.
-    """
-    return _from_rank.decode(frame)
-
-
-def read_by_rank(frame: bytes) -> ToRank:
-    """Decodes a frame from a scheduler.
-
-    Raises `PeerError`: it is not a message of a scheduler.
-    """
-    return _to_rank.decode(frame)
+read_by_scheduler = _from_rank.decode
+"""Decodes a frame from a rank; raises `PeerError`: it is not a message of a rank."""
+read_by_rank = _to_rank.decode
+"""Decodes a frame from a scheduler; raises `PeerError`: it is not a message of a scheduler."""
 
 
 def ignore_progress(_rank: int, _layers: int, _of: int) -> None:
