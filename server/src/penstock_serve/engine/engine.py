@@ -332,11 +332,9 @@ class Engine:
             self.handoffs.close_pair(prefill, decode, lost=lost)
 
     def close_pairs(self) -> None:
-        """Closes all pairs."""
-        if self.handoffs is not None:
-            for prefill, decode in self.handoffs.peers.open_pairs:
-                self.workers.close_pair(prefill, decode)
-            self.handoffs.close_pairs()
+        """Closes all pairs: the router that introduced them is gone."""
+        for names in [] if self.handoffs is None else self.handoffs.peers.open_pairs:
+            self.close_pair(*names)
 
     @property
     def handoff_outcomes(self) -> dict[str, int]:

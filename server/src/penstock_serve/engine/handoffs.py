@@ -156,12 +156,6 @@ class InstanceHandoffs(Handoffs):
         """Closes a pair; its handoffs end, and count as lost where one of the two is gone."""
         self._drop((prefill, decode), LOST if lost else CLOSED)
 
-    def close_pairs(self) -> None:
-        """Closes all pairs: the router that introduced them is gone."""
-        for answer in list(self._held.values()):
-            self._drop(_pair_names(answer))
-        self.peers.close_pairs()
-
     def begin(self, answer: Answer) -> bool:
         offers = answer.request.prefill == self._name
         if answer.handed:
