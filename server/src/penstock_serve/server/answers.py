@@ -21,9 +21,10 @@ from penstock_serve.observe.live import PHASES
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from penstock_serve.engine.requests import Output
+    from penstock_serve.engine.requests import Output, Request
     from penstock_serve.engine.sampling_options import Sampled
     from penstock_serve.engine.text import Text
+    from penstock_serve.server.openai_requests import TextRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +55,21 @@ class AnswerPiece:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """The options of a client for the answers to one prompt."""
-
-    prompt: Sequence[int]
-    answers: int = 1
-    stops: Sequence[str] = ()
-    min_tokens: int = 0
-    logprobs: bool = False
-    echo: str | None = None
-    """The prompt's text, if answers begin with it."""
-    generates: bool = True
-    """False if the response holds only the prompt."""
-    first_choice: int = 0
-
-
 class AnswerReader:
     """Collects all answers to one prompt."""
 
-    def __init__(self, text: Text, options: AnswerOptions) -> None:
-        self.prompt_tokens = len(options.prompt)
+    def __init__(
+        self,
+        text: Text,
+        asked: TextRequest,
+        sent: Request,
+        *,
+        echo: str | None = None,
+        first_choice: int = 0,
+    ) -> None:
+        self.sent = sent
+        """What an instance gets."""
+        self.prompt_tokens = len(sent.prompt)
         self.completion_tokens = 0
         self.cached: Sequence[int] = ()
         self.handed = False
@@ -84,11 +79,14 @@ class AnswerReader:
         self.decode_s = 0.0
         """The time from the first text to the last; whoever passes it on measures it."""
         self._text = text
-        self._options = options
+        self._asked = asked
+        self._echo = echo
+        """The prompt's text, if answers begin with it."""
+        self._first_choice = first_choice
         self._scored: dict[int, Sampled] = {}
         self._answers = [
-            _GrowingAnswer(text, options, begins=0 if options.echo is None else len(options.echo))
-            for _ in range(options.answers)
+            _GrowingAnswer(text, asked, begins=0 if echo is None else len(echo))
+            for _ in range(asked.n)
         ]
 
     @property
@@ -114,19 +112,19 @@ class AnswerReader:
         if progress.spent_s and not self.spent_s:
             self.spent_s = progress.spent_s
         self.handed |= progress.handed
-        if self._options.generates:
+        if self._asked.max_tokens != 0:
             if progress.sampled is not None:
                 self.completion_tokens += 1
             text, rows, generated, reason = found.take(progress)
         else:
             text, rows, generated, reason = "", [], 0, "length"
             found.ended = True
-        if not found.begun and self._options.echo is not None and (text or reason):
-            text, rows = self._options.echo + text, [*self._prompt_rows(), *rows]
+        if not found.begun and self._echo is not None and (text or reason):
+            text, rows = self._echo + text, [*self._prompt_rows(), *rows]
         if not text and not reason:
             return None
         found.begun = True
-        choice = self._options.first_choice + progress.answer
+        choice = self._first_choice + progress.answer
         return AnswerPiece(progress.answer, choice, text, generated, rows, reason)
 
     def stopped_by_reader(self, piece: AnswerPiece) -> bool:
@@ -134,10 +132,10 @@ class AnswerReader:
         return self._answers[piece.answer].stopped
 
     def _prompt_rows(self) -> list[TokenRow]:
-        if not self._options.logprobs:
+        if self._asked.logprobs is None:
             return []
         offsets, rows = _Offsets(0), []
-        for position, token in enumerate(self._options.prompt):
+        for position, token in enumerate(self.sent.prompt):
             known = self._scored.get(position)
             offset = offsets.add(self._text.token_bytes(token))
             logprob, alternatives = (known.logprob, known.alternatives) if known else (None, [])
@@ -146,12 +144,12 @@ class AnswerReader:
 
 
 class _GrowingAnswer:
-    def __init__(self, text: Text, options: AnswerOptions, *, begins: int) -> None:
+    def __init__(self, text: Text, asked: TextRequest, *, begins: int) -> None:
         self.begun = False
         self.ended = False
         self._text = text
-        self._logprobs = options.logprobs
-        self._answer = AnswerText(text, options.stops, min_tokens=options.min_tokens)
+        self._logprobs = asked.logprobs is not None
+        self._answer = AnswerText(text, asked.stop, min_tokens=asked.min_tokens)
         self._offsets = _Offsets(begins)
         self._rows: list[TokenRow] = []
         self._generated = 0

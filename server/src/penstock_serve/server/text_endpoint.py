@@ -33,7 +33,6 @@ from penstock_serve.server import errors
 from penstock_serve.server.access_log import name_request, note_failure, note_tokens
 from penstock_serve.server.answers import (
     AnswerFormat,
-    AnswerOptions,
     AnswerPiece,
     AnswerReader,
     pieces_of,
@@ -172,29 +171,20 @@ class TextEndpoint:
             return errors.unavailable("no instance is ready")
         facts = self._facts
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        parts = [
-            Part(
+        readers = [
+            AnswerReader(
+                self._text,
+                request,
                 self._submit(
                     request, tokens, facts, name=f"{name}-{at}" if at else name, tenant=tenant
                 ),
-                AnswerReader(
-                    self._text,
-                    AnswerOptions(
-                        prompt=tokens,
-                        answers=request.n,
-                        stops=request.stop,
-                        min_tokens=request.min_tokens,
-                        logprobs=request.logprobs is not None,
-                        echo=text,
-                        generates=request.max_tokens != 0,
-                        first_choice=at * request.n,
-                    ),
-                ),
+                echo=text,
+                first_choice=at * request.n,
             )
             for at, (tokens, text) in enumerate(zip(prompts, texts, strict=True))
         ]
         return TextResponse(
-            parts=parts,
+            readers=readers,
             form=AnswerFormat(
                 id=name,
                 model=self._model,
@@ -312,20 +302,12 @@ class Admission:
         return f"{counted(self.running, 'request')} under way, at most {self.limit} may be"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One prompt of a request, and the reader of its answers."""
-
-    submit: Request
-    reader: AnswerReader
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResponse:
     """An ASGI response; the request ends when the client disconnects."""
 
-    parts: Sequence[Part]
-    """The prompts, which are answered at the same time."""
+    readers: Sequence[AnswerReader]
+    """One for each prompt; they are answered at the same time."""
     form: AnswerFormat
     stream: bool
     includes_usage: bool
@@ -335,23 +317,23 @@ class TextResponse:
     admission: Admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name_request(scope, self.parts[0].submit.id)
-        refusal = self.admission.refusal(len(self.parts))
+        name_request(scope, self.readers[0].sent.id)
+        refusal = self.admission.refusal(len(self.readers))
         if refusal:
             self.metrics.requests.labels("refused").inc()
             await errors.busy(refusal)(scope, receive, send)
             return
-        self.admission.running += len(self.parts)
+        self.admission.running += len(self.readers)
         try:
             await while_connected(self._answer(scope, receive, send), receive)
         finally:
-            self.admission.running -= len(self.parts)
+            self.admission.running -= len(self.readers)
             note_tokens(
                 scope,
-                prompt=sum(reader.prompt_tokens for reader in self._readers),
-                cached=[sum(reader.cached) for reader in self._readers],
-                completion=sum(reader.completion_tokens for reader in self._readers),
-                timings_ms=timings_ms(self._readers),
+                prompt=sum(reader.prompt_tokens for reader in self.readers),
+                cached=[sum(reader.cached) for reader in self.readers],
+                completion=sum(reader.completion_tokens for reader in self.readers),
+                timings_ms=timings_ms(self.readers),
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -380,7 +362,7 @@ class TextResponse:
         except RequestRefusal as refusal:
             # Of one of several prompts, or of a request that was aborted by a pause.
             return _refused(refusal)
-        return JSONResponse(self.form.whole(self._readers, found))
+        return JSONResponse(self.form.whole(self.readers, found))
 
     async def _stream(
         self,
@@ -409,24 +391,20 @@ class TextResponse:
             await _event(send, {"error": errors.shape(str(refusal), kind)})
         else:
             if self.includes_usage:
-                await _event(send, self.form.last_chunk(self._readers))
+                await _event(send, self.form.last_chunk(self.readers))
             await send(
                 {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
             )
         await send({"type": "http.response.body", "body": b""})
 
-    @property
-    def _readers(self) -> list[AnswerReader]:
-        return [part.reader for part in self.parts]
-
     def _pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """The pieces of all answers as they come."""
-        streams = [self._measured(part) for part in self.parts]
+        streams = [self._measured(reader) for reader in self.readers]
         return streams[0] if len(streams) == 1 else _merged(streams)
 
-    async def _measured(self, part: Part) -> AsyncGenerator[AnswerPiece, None]:
+    async def _measured(self, reader: AnswerReader) -> AsyncGenerator[AnswerPiece, None]:
         """The pieces of one prompt's answers, measured as they pass."""
-        metrics, submit = self.metrics, part.submit
+        metrics, submit = self.metrics, reader.sent
         metrics.prompt_tokens.inc(len(submit.prompt))
         began = first = last = time.monotonic()
         record = metrics.traffic.begin(submit.id, prompt_tokens=len(submit.prompt), now=began)
@@ -434,7 +412,7 @@ class TextResponse:
         stop = partial(self.router.stop, submit.id)
         try:
             tokens = self.router.generate(submit)
-            async with aclosing(pieces_of(part.reader, tokens, stop)) as pieces:
+            async with aclosing(pieces_of(reader, tokens, stop)) as pieces:
                 async for piece in pieces:
                     now = time.monotonic()
                     is_first = last == began
@@ -442,10 +420,10 @@ class TextResponse:
                     seen.observe(now - last)
                     if is_first:
                         first = now
-                        self._note_first_token(record, part.reader, now)
+                        self._note_first_token(record, reader, now)
                     gap_s = None if is_first else (now - last) / max(1, piece.generated)
                     metrics.traffic.token(generated=piece.generated, gap_s=gap_s, now=now)
-                    part.reader.decode_s = now - first
+                    reader.decode_s = now - first
                     last = now
                     metrics.generated_tokens.inc(piece.generated)
                     yield piece
@@ -459,8 +437,8 @@ class TextResponse:
         finally:
             metrics.requests.labels(outcome).inc()
             if outcome == "answered":
-                metrics.answered(part.reader.phases_s, time.monotonic() - began)
-            tokens_out = part.reader.completion_tokens
+                metrics.answered(reader.phases_s, time.monotonic() - began)
+            tokens_out = reader.completion_tokens
             metrics.traffic.end(record, outcome=outcome, generated=tokens_out, now=time.monotonic())
 
     def _note_first_token(self, record: RequestRecord, reader: AnswerReader, now: float) -> None:
