@@ -21,7 +21,7 @@ from penstock_serve.server.control import (
 )
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
-from penstock_serve.server.router import PauseSettings, RequestGate, Router, ServerState
+from penstock_serve.server.router import RequestGate, Router, ServerState
 from tests.serve.test_router import Instance, answered, settled, submit
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def test_requests_wait_for_the_end_of_a_pause_where_that_is_configured() -> None
             )
         assert len(await waiting) == 1
 
-    played(play, RequestGate(PauseSettings(waits=True)))
+    played(play, RequestGate(waits=True))
 
 
 def test_requests_do_not_wait_for_ever() -> None:
@@ -205,7 +205,7 @@ def test_requests_do_not_wait_for_ever() -> None:
         with pytest.raises(RequestRefusal, match=r"not resumed within 0\.01 s"):
             await scene.begin("waiting")
 
-    played(play, RequestGate(PauseSettings(waits=True, wait_s=0.01)))
+    played(play, RequestGate(waits=True, wait_s=0.01))
 
 
 def test_pause_and_resume_may_be_repeated() -> None:

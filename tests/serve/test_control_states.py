@@ -17,7 +17,7 @@ from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.control import Control, DrainRequest, SleepRequest, WeightsRequest
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
-from penstock_serve.server.router import PauseSettings, RequestGate, Router, ServerState
+from penstock_serve.server.router import RequestGate, Router, ServerState
 from tests.serve.test_router import Instance, settled, submit
 
 NAMES = ("one", "two")
@@ -80,7 +80,7 @@ class Play:
     """A router, its control and two instances."""
 
     def __init__(self, *, waits: bool) -> None:
-        self.router = Router(gate=RequestGate(PauseSettings(waits=waits, wait_s=5.0)))
+        self.router = Router(gate=RequestGate(waits=waits, wait_s=5.0))
         self.control = Control(self.router)
         self.instances = {name: Served(self.router, name) for name in NAMES}
         self.requests: list[asyncio.Task[int]] = []

@@ -65,21 +65,15 @@ class ServerState(enum.Enum):
     ASLEEP = "asleep"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseSettings:
-    """What happens to requests that come while the server is paused."""
-
-    waits: bool = False
-    """They wait; otherwise they are refused with status 503."""
-    wait_s: float = 600.0
-    """After this time they are refused all the same."""
-
-
 class RequestGate:
-    """Counts the requests under way, and holds back new ones."""
+    """Counts the requests under way, and holds back new ones.
 
-    def __init__(self, settings: PauseSettings | None = None) -> None:
-        self._settings = settings or PauseSettings()
+    While the server is paused they are refused with status 503; where it `waits`, after `wait_s`.
+    """
+
+    def __init__(self, *, waits: bool = False, wait_s: float = 600.0) -> None:
+        self._waits = waits
+        self._wait_s = wait_s
         self._held: set[ServerState] = set()
         self._opened = asyncio.Event()
         self._idle = asyncio.Event()
@@ -96,7 +90,7 @@ class RequestGate:
     @property
     def refuses(self) -> bool:
         """Whether a request that comes now is refused."""
-        return bool(self._held) and not self._settings.waits
+        return bool(self._held) and not self._waits
 
     def holds(self, state: ServerState) -> bool:
         return state in self._held
@@ -125,7 +119,7 @@ class RequestGate:
         if self.refuses:
             raise self.refusal()
         try:
-            async with asyncio.timeout(self._settings.wait_s):
+            async with asyncio.timeout(self._wait_s):
                 while self._held:
                     await self._opened.wait()
         except TimeoutError as error:
@@ -159,7 +153,7 @@ class RequestGate:
 
     def refusal(self, *, waited: bool = False) -> RequestRefusal:
         """The answer to a request that may not begin."""
-        more = f" and was not resumed within {self._settings.wait_s:g} s" if waited else ""
+        more = f" and was not resumed within {self._wait_s:g} s" if waited else ""
         return RequestRefusal("paused", f"the server is {self.state.value}{more}; try again later")
 
 

@@ -37,7 +37,7 @@ from penstock_serve.server.http import HttpServer, serve_until_stopped
 from penstock_serve.server.instance_link import InstanceLink
 from penstock_serve.server.plan import SECRET_BYTES, instances_of, secrets_of
 from penstock_serve.server.processes import Processes
-from penstock_serve.server.router import PauseSettings, RequestGate, Router
+from penstock_serve.server.router import RequestGate, Router
 from penstock_serve.server.server_socket import address_of, raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -196,8 +196,8 @@ class Service:
 def _router_of(config: Config, recorder: Recorder | None) -> Router:
     assert config.serve is not None
     waits = config.serve.when_paused == "wait"
-    pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
-    return Router(config.routing, RequestGate(pauses), recorder, salt=config.salt)
+    gate = RequestGate(waits=waits, wait_s=config.serve.paused_wait_s)
+    return Router(config.routing, gate, recorder, salt=config.salt)
 
 
 @asynccontextmanager
