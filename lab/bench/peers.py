@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from lab.bench.measure import summarize
 from lab.bench.pair import BLOCK_TOKENS, SCALES, write_model
-from penstock.config import parse_config
+from penstock.config import EngineTable, parse_config
 from penstock.errors import UnavailableError
 from penstock_serve.engine.instance import build_engine
 from penstock_serve.engine.peers import REST_S
@@ -153,10 +153,9 @@ class _Bench:
 def _engine(model: Path, name: str) -> Engine:
     spec = InstanceSpec(
         name=name,
-        model=str(model),
+        engine=EngineTable(model=str(model), step_tokens=TOKENS),
         config=parse_config(CONFIG),
         server="",
         hands_over=True,
-        step_tokens=TOKENS,
     )
     return build_engine(spec)[0]

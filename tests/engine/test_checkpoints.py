@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config import parse_config
+from penstock.config import EngineTable, parse_config
 from penstock.errors import ConfigError, UnavailableError
 from penstock_serve.engine.architecture import architecture_from_config, read_architecture
 from penstock_serve.engine.checkpoints import find_model
@@ -58,7 +58,7 @@ def test_other_weights_have_another_version(copied: Path, at: int) -> None:
 def test_a_later_life_does_not_read_other_weights_under_the_same_name(copied: Path) -> None:
     spec = InstanceSpec(
         name="one",
-        model=str(copied),
+        engine=EngineTable(model=str(copied)),
         digest=find_model(str(copied)).weights_version(),
         config=parse_config(
             'version = 1\nmodel.name = "m"\ncache = { blocks = 4, block_tokens = 4 }\n'

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.config import parse_config
+from penstock.config import EngineTable, parse_config
 from penstock.handoff import PrefillHandoff
 from penstock_serve.engine.instance import build_engine
 from penstock_serve.engine.requests import Output, Phase, Request
@@ -55,13 +55,11 @@ class Pair:
     def _engine(self, folder: Any, role: InstanceRole) -> Engine:
         spec = InstanceSpec(
             name=f"{role.value}-0",
-            model=str(folder),
+            engine=EngineTable(model=str(folder), step_tokens=16, step_requests=8),
             config=parse_config(CONFIG),
             server="",
             role=role,
             hands_over=True,
-            step_tokens=16,
-            step_requests=8,
         )
         return build_engine(spec)[0]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.config import parse_config
+from penstock.config import EngineTable, parse_config
 from penstock.errors import CapacityError
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import dial
@@ -41,14 +41,13 @@ class Fleet:
     ) -> Engine:
         spec = InstanceSpec(
             name=name,
-            model=str(folder),
+            engine=EngineTable(
+                model=str(folder), step_tokens=16, step_requests=8, handoff_host=host
+            ),
             config=parse_config(CONFIG + config),
             server="",
             hands_over=True,
-            handoff_host=host,
             ports=ports,
-            step_tokens=16,
-            step_requests=8,
         )
         return build_engine(spec)[0]
 

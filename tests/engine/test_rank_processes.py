@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from penstock.config import parse_config
+from penstock.config import EngineTable, parse_config
 from penstock.errors import UnavailableError
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
@@ -73,14 +73,11 @@ def instance(
 ) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
     spec = InstanceSpec(
         name="test",
-        model=str(folder),
+        engine=EngineTable(model=str(folder), step_tokens=64, step_requests=16, threads=1),
         config=parse_config(CONFIG.format(blocks=blocks, ranks=ranks)),
         server="",
         ranks=ranks,
         scheduler=private_address(IPC),
-        step_tokens=64,
-        step_requests=16,
-        threads=1,
     )
     processes = []
     for rank in range(ranks):

@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from penstock.config import STARTER_TOML, parse_config
+from penstock.config import STARTER_TOML, EngineTable, parse_config
 from penstock_serve.engine.spec import (
     InstanceRole,
     InstanceSpec,
@@ -19,7 +19,7 @@ from penstock_serve.engine.spec import (
 SECRET = b"a secret of thirty-two bytes, no"
 SPEC = InstanceSpec(
     name="decode-0",
-    model=None,
+    engine=EngineTable(handoff_host="192.0.2.1"),
     config=parse_config(STARTER_TOML),
     server="ipc:///server",
     server_secret=SECRET,
@@ -27,7 +27,6 @@ SPEC = InstanceSpec(
     role=InstanceRole.DECODE,
     hands_over=True,
     handoff_secret=SECRET,
-    handoff_host="192.0.2.1",
 )
 ABOVE = """
 version = 1

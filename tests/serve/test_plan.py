@@ -280,7 +280,9 @@ def test_each_role_has_as_many_instances_and_ranks_as_asked_for(
     assert [spec.role.value for spec in specs] == roles
     assert [spec.config.cache.rank_count for spec in specs] == [spec.ranks for spec in specs]
     ranks = sum(spec.ranks for spec in specs)
-    assert {spec.threads for spec in specs} == {max(1, len(os.sched_getaffinity(0)) // ranks)}
+    assert {spec.engine.threads for spec in specs} == {
+        max(1, len(os.sched_getaffinity(0)) // ranks)
+    }
     assert all(spec.hands_over for spec in specs)
 
 
@@ -320,7 +322,7 @@ def test_whether_steps_are_replayed_as_graphs_is_passed_to_every_instance(
 
     config = settle(file, ServeOptions(instances=2))
 
-    assert [spec.graphs for spec in instances_of(config)] == [graphs, graphs]
+    assert [spec.engine.graphs for spec in instances_of(config)] == [graphs, graphs]
     assert settle(parse_config(config.to_toml()), ServeOptions()) == config
 
 
@@ -332,8 +334,8 @@ def test_ranks_divide_the_cores_by_default(model_folder: Path) -> None:
     [spec] = instances_of(config)
     [reported] = instances_of(replace(config, engine=replace(config.engine, threads=3)))
 
-    assert spec.threads == max(1, cores // 2)
-    assert reported.threads == 3
+    assert spec.engine.threads == max(1, cores // 2)
+    assert reported.engine.threads == 3
 
 
 def test_every_option_is_in_the_table_of_the_page() -> None:
@@ -407,7 +409,7 @@ def test_the_settings_of_the_file_reach_both_instances(model_folder: Path) -> No
     text = HANDOFF.format(folder=model_folder, handoff="lease_s = 7\nberth_bytes = '1 MiB'")
     config = settle(parse_config(text), ServeOptions(prefill_tp=1, decode_tp=1))
 
-    found = [handoff_settings(spec.config, spec.device) for spec in instances_of(config)]
+    found = [handoff_settings(spec.config, spec.engine.device) for spec in instances_of(config)]
 
     assert [each.times.lease_s for each in found] == [7.0, 7.0]
     assert [each.bounds.berth_bytes for each in found] == [1 << 20] * 2

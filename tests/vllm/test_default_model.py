@@ -87,7 +87,7 @@ def text() -> Text:
 @pytest.fixture(scope="module")
 def built() -> Iterator[tuple[Engine, Architecture]]:
     """The engine that `penstock serve` builds when it is told of no model."""
-    spec = InstanceSpec(name="default", model=None, config=parse_config(CONFIG), server="")
+    spec = InstanceSpec(name="default", config=parse_config(CONFIG), server="")
     engine, architecture = build_engine(spec)
     yield engine, architecture
     engine.close(CLOSE_S)

@@ -505,9 +505,9 @@ def _await_disk(cache: penstock.Cache) -> None:
 
 def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | None) -> Scheduler:
     settings = SchedulerSettings(
-        step_tokens=spec.step_tokens,
-        step_requests=spec.step_requests,
-        waiting_max=spec.waiting_max,
+        step_tokens=spec.engine.tokens_a_step,
+        step_requests=spec.engine.step_requests,
+        waiting_max=spec.engine.waiting_max,
         steps_in_flight=spec.steps_in_flight,
     )
     config = spec.config.cache
@@ -528,8 +528,8 @@ def main(given: str, report: str = "") -> int:
     if spec.ranks == 1:
         import torch  # noqa: PLC0415  (see the one rule)
 
-        if spec.threads:
-            torch.set_num_threads(spec.threads)
+        if spec.engine.threads:
+            torch.set_num_threads(spec.engine.threads)
     # What was imported stays: a full collection would look at it, for a tenth of a second.
     gc.freeze()
     with penstock.StopSignal() as stop:

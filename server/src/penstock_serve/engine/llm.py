@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock_serve.engine.engine import Engine
     from penstock_serve.engine.requests import Output
     from penstock_serve.engine.sampling_options import Sampling
-    from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.text import AnswerText, Text
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -105,6 +104,7 @@ class LLM:
     ) -> None:
         _require_packages()
         from penstock_serve.engine import checkpoints, defaults, instance  # noqa: PLC0415 - needs torch
+        from penstock_serve.engine.spec import InstanceSpec  # noqa: PLC0415 - with the engine
 
         given = defaults.load_engine_config(config) if isinstance(config, str | Path) else config
         if not isinstance(given, Config | None):
@@ -116,13 +116,20 @@ class LLM:
         found = checkpoints.find_model(name)
         settled = defaults.config_of(found, given, dtype=table.dtype)
         _require_one_rank(settled, table)
-        self._spec = _spec_of(name, settled, table)
+        self._device = table.device
         self._text = _text_of(found.path)
         if table.device == "cpu":
             architecture, checkpoint = found.open()
             checkpoint.close()
             defaults.require_memory(settled, architecture, dtype=table.dtype)
-        built: tuple[Engine, Architecture] = instance.build_engine(self._spec)
+        built: tuple[Engine, Architecture] = instance.build_engine(
+            InstanceSpec(
+                name="llm",
+                engine=replace(table, model="" if name is None else str(Path(name))),
+                config=replace(settled, engine=None, serve=None),
+                server="",
+            )
+        )
         self._engine, self._architecture = built
         self._sampling = defaults.defaults_of(found)
         self._name = settled.model.name
@@ -292,7 +299,7 @@ class LLM:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._blocks} blocks of {self._block_tokens}"
-        return f"<LLM {self._name} on {self._spec.device}: {state}>"
+        return f"<LLM {self._name} on {self._device}: {state}>"
 
     # Arguments.
 
@@ -466,24 +473,6 @@ def _require_one_rank(config: Config, table: EngineTable) -> None:
                 f"is {value!r}, must be {right!r} for an LLM in one process: penstock serve starts "
                 "several",
             )
-
-
-def _spec_of(model: str | None, config: Config, table: EngineTable) -> InstanceSpec:
-    from penstock_serve.engine.spec import InstanceSpec  # noqa: PLC0415 - with the engine
-
-    return InstanceSpec(
-        name="llm",
-        model=model,
-        config=replace(config, engine=None, serve=None),
-        server="",
-        dtype=table.dtype,
-        device=table.device,
-        graphs=table.graphs,
-        step_tokens=table.tokens_a_step,
-        step_requests=table.step_requests,
-        waiting_max=table.waiting_max,
-        threads=table.threads,
-    )
 
 
 def _text_of(model: Path) -> Text | None:

@@ -176,7 +176,7 @@ def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int)
 def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
     """Bytes of KV of one token, over all layers and heads."""
     heads = 2 * architecture.layers * architecture.kv_heads
-    return heads * architecture.head_dim * DType.parse(spec.dtype).itemsize
+    return heads * architecture.head_dim * DType.parse(spec.engine.dtype).itemsize
 
 
 def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> InstanceStatistics:

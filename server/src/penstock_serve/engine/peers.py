@@ -307,7 +307,7 @@ class Peers:
 
     def _settings(self, pair: PairSpec) -> HandoffSettings:
         """The settings with the share of the landing memory that one pair gets."""
-        settings = handoff_settings(self.spec.config, self.spec.device)
+        settings = handoff_settings(self.spec.config, self.spec.engine.device)
         bounds = settings.bounds
         needed = bounds.area_bytes * pair.prefill.ranks
         share = max(bounds.landing_bytes_max // self._table.peers_max, needed)
@@ -356,7 +356,7 @@ def pair_of(
         decode=_engine(spec, pair.decode, f"<{pair.prefill.name}.{pair.number}", architecture),
         model=spec.config.model.name,
         weights=f"{weights} {spec.config.model.kv_dtype}",
-        checksum="xxh3" if spec.device == "cpu" else "mix64",
+        checksum="xxh3" if spec.engine.device == "cpu" else "mix64",
         secret=spec.handoff_secret,
         transport=(spec.config.handoff or HandoffTable()).transport,
     )
@@ -373,7 +373,7 @@ def _engine(
                 layers=range(architecture.layers),
                 heads=HeadRange(first=heads.start, count=len(heads), total=architecture.kv_heads),
                 channels=architecture.head_dim,
-                dtype=DType.parse(spec.dtype),
+                dtype=DType.parse(spec.engine.dtype),
                 block_tokens=spec.config.cache.block_tokens,
                 block_count=1,  # The other side need not know how many there are.
             )
@@ -395,7 +395,7 @@ def _counts_of(door: PairDoor) -> HandedCounts:
 
 def _addresses(spec: InstanceSpec) -> list[str]:
     """Where a process may listen: a socket of this machine, or a port of `serve.ports`."""
-    if not spec.handoff_host:
+    host = spec.engine.handoff_host
+    if not host:
         return [f"ipc://{socket_path(Path(spec.folder))}"] if spec.folder else [IPC]
-    host = f"[{spec.handoff_host}]" if ":" in spec.handoff_host else spec.handoff_host
-    return [f"tcp://{host}:*"]
+    return [f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"]

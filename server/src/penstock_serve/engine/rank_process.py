@@ -78,8 +78,8 @@ def main(given: str, report: str = "") -> int:
 
 def _serve(spec: RankSpec, channel: Channel, place: str, report: str) -> str:
     instance = spec.instance
-    if instance.threads:
-        torch.set_num_threads(instance.threads)
+    if instance.engine.threads:
+        torch.set_num_threads(instance.engine.threads)
     _meet(spec, place)
 
     def send_progress(layers: int, of: int) -> None:
@@ -107,7 +107,7 @@ def _meet(spec: RankSpec, place: str) -> None:
     instance = spec.instance
     try:
         distributed.init_process_group(
-            "nccl" if instance.device.startswith("cuda") else "gloo",
+            "nccl" if instance.engine.device.startswith("cuda") else "gloo",
             init_method=f"file://{place}",
             rank=spec.rank,
             world_size=instance.ranks,

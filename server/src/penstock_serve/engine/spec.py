@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 # msgspec resolves the annotations of a spec when it decodes one, so these imports must be real.
-from penstock.config import Config  # noqa: TC001
+from penstock.config import Config, EngineTable
 from penstock.errors import ConfigError
 from penstock.toolkit import (
     Secret,
@@ -82,8 +82,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One instance: a scheduler and its ranks."""
 
     name: str
-    model: str | None
-    """A folder or a file; without it the default model."""
+    engine: EngineTable = EngineTable()
+    """The model, and how it is computed; the roles of the command are not read."""
     digest: str = ""
     """Of the model's files at the first start: after a restart they must be the same."""
     config: Config
@@ -109,29 +109,18 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What it does at first; a router may give it another role."""
     hands_over: bool = False
     """Whether it takes part in handoffs with other instances."""
-    handoff_host: str = ""
-    """The host at which other instances reach it for handoffs; empty: on this machine only."""
     ports: str = "0"
     """Where it and its ranks listen for other machines: `serve.ports`."""
     handoff_secret: Secret = b""
     """Of all instances that may hand over to each other."""
-    dtype: str = "float32"
-    device: str = "cpu"
     first_gpu: int = 0
     """The GPU of its first rank, where the device is `cuda` without a number."""
-    graphs: bool = True
-    """Whether a GPU replays decode steps as CUDA graphs."""
-    step_tokens: int = 512
-    step_requests: int = 64
-    waiting_max: int = 1024
-    threads: int = 0
-    """Threads of torch in each rank; 0: torch's default."""
     log_level: str = "info"
     log_json: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", f"is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if (dtype := self.engine.dtype) not in DTYPES:
+            raise ConfigError("dtype", f"is {dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.ranks < 1:
             raise ConfigError("tp", f"is {self.ranks}, must be at least 1")
         if self.role is not InstanceRole.BOTH and not self.hands_over:
@@ -141,16 +130,21 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     @property
+    def model(self) -> str | None:
+        """A folder or a file; without it the default model."""
+        return self.engine.model or None
+
+    @property
     def steps_in_flight(self) -> int:
         """Two on a GPU: the next step is queued while the results of the last one are read.
 
         One with several ranks, since only the first of them knows the tokens.
         """
-        return 2 if self.device.startswith("cuda") and self.ranks == 1 else 1
+        return 2 if self.engine.device.startswith("cuda") and self.ranks == 1 else 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return torch_dtype_of(self.dtype)
+        return torch_dtype_of(self.engine.dtype)
 
 
 class RankSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):

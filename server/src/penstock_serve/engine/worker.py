@@ -372,7 +372,7 @@ def load_rank(
     model = find_model(spec.model)
     architecture, checkpoint = model.open()
     share, head_dim = share_of(architecture, rank=rank, ranks=spec.ranks), architecture.head_dim
-    device = device_of(spec.device, spec.first_gpu + rank)
+    device = device_of(spec.engine.device, spec.first_gpu + rank)
     weights = RankWeights(checkpoint, share, head_dim=head_dim, dtype=dtype, device=device)
     decoder = Decoder(
         architecture,
@@ -399,7 +399,7 @@ def load_rank(
             decoder,
             kv,
             block_tokens=block_tokens,
-            lane=lane_on(device, graphs=spec.graphs and spec.ranks == 1),
+            lane=lane_on(device, graphs=spec.engine.graphs and spec.ranks == 1),
             memory=weights_memory,
         ),
         tier=kv_tier(architecture, share, kv, block_tokens=block_tokens, memory=kv_memory),

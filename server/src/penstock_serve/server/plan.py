@@ -228,7 +228,7 @@ def _instance(
     given = replace(config, engine=None, serve=None, routing=None, cache=cache)
     return InstanceSpec(
         name=name,
-        model=engine.model or None,
+        engine=engine,
         digest=find_model(engine.model or None).weights_version(),
         config=given,
         server=serve.router,
@@ -239,16 +239,8 @@ def _instance(
         ranks=ranks,
         role=role,
         hands_over=hands_over,
-        handoff_host=engine.handoff_host,
         ports=serve.ports,
-        dtype=engine.dtype,
-        device=engine.device,
         first_gpu=first_gpu,
-        graphs=engine.graphs,
-        step_tokens=engine.tokens_a_step,
-        step_requests=engine.step_requests,
-        waiting_max=engine.waiting_max,
-        threads=engine.threads,
         log_level=serve.log_level,
         log_json=serve.log_json,
     )
