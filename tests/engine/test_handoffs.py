@@ -145,15 +145,15 @@ def test_what_decode_has_already_is_not_handed_over_again(checkpoint_of: Any) ->
         pair.submit("first", (*shared, *prompt_of(9, 2)))
         pair.finish()
         assert pair.decode.handoffs is not None
-        assert pair.decode.handoffs.rank is not None
-        before = pair.decode.handoffs.rank.counts.bytes_moved
+        assert pair.decode.handoffs.peers.has_rank
+        before = pair.decode.handoffs.peers.counts.bytes_moved
 
         pair.submit("second", (*shared, *rest))
         pair.finish()
 
         require_right_logits(pair.reported["second", 0], model, (*shared, *rest))
         assert pair.reported["second", 0][0].cached_by_tier[0] == 32
-        assert pair.decode.handoffs.rank.counts.bytes_moved - before == before / 6 * 4
+        assert pair.decode.handoffs.peers.counts.bytes_moved - before == before / 6 * 4
         assert pair.outcomes(pair.decode) == {"delivered": 2}
 
 

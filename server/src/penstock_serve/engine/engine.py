@@ -349,8 +349,8 @@ class Engine:
     @property
     def handed(self) -> HandedCounts:
         """The handoff counters of its ranks."""
-        here = self.handoffs.rank if self.handoffs is not None else None
-        return self.workers.handed if here is None else here.counts
+        peers = None if self.handoffs is None else self.handoffs.peers
+        return self.workers.handed if peers is None or not peers.has_rank else peers.counts
 
     def close(self, timeout_s: float) -> None:
         """Ends handoffs, finishes copies within `timeout_s`, and ends the ranks."""

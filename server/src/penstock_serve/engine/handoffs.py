@@ -1,4 +1,4 @@
-"""An instance's part in handoffs: prompts that it offers or claims, and what its ranks send.
+"""An instance's part in handoffs: prompts that it offers or claims.
 
 | it is the | an answer that begins                    | its blocks are held until       |
 |-----------|------------------------------------------|---------------------------------|
@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock import DecodeHandoff, LocalPrefillHandoff, PrefillHandoff, PrefillHandoffRank
+from penstock import DecodeHandoff, PrefillHandoff
 from penstock.errors import CapacityError, UnavailableError
 from penstock_serve.engine.requests import Phase
 from penstock_serve.engine.steps import StepOffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock import HandoffResult
     from penstock_serve.engine.peers import PairNames, Peers
     from penstock_serve.engine.requests import Answer
     from penstock_serve.engine.spec import InstanceSpec, PairSpec
-    from penstock_serve.engine.steps import HandedCounts, Step
 
 logger = logging.getLogger("penstock.engine.handoffs")
 
@@ -53,48 +50,6 @@ class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """On the monotonic clock, which all processes of a machine share."""
     ended: float
-
-
-class RankHandoffs:
-    """A rank's part: it reports each layer that is computed, so that its KV is sent."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-
-    @property
-    def counts(self) -> HandedCounts:
-        """What the rank has handed over, and taken in."""
-        return self.peers.counts
-
-    def begin(self, step: Step, stream: int) -> Callable[[int], None] | None:
-        """A step is about to be computed; returns what is called after each layer of it."""
-        for each in step.offers:
-            door = self._door(each.decode)
-            if isinstance(door, PrefillHandoffRank):
-                door.admit(each.offer)
-                door.step()
-        tokens: dict[str, dict[str, int]] = {}
-        for span in step.handed:
-            tokens.setdefault(span.decode, {})[span.handoff] = step.spans[span.span].stop
-        doors = [(found, tokens[name]) for name in tokens if (found := self._door(name))]
-        if not doors:
-            return None
-
-        def computed(layer: int) -> None:
-            """The KV of the step goes out layer by layer, while the next ones are computed."""
-            for door, spans in doors:
-                door.computed(spans, layer=layer, stream=stream or None)
-
-        return computed
-
-    def drive(self, seconds: float) -> None:
-        """Sends and receives while a step is computed."""
-        self.peers.drive(seconds)
-
-    def _door(self, decode: str) -> LocalPrefillHandoff | PrefillHandoffRank | None:
-        """The pair in which this rank sends to a decode instance, unless it was closed."""
-        door = self.peers.door(self.peers.spec.name, decode)
-        return door if isinstance(door, LocalPrefillHandoff | PrefillHandoffRank) else None
 
 
 class Handoffs:
@@ -125,15 +80,13 @@ class Handoffs:
 class InstanceHandoffs(Handoffs):
     """The handoffs of one instance, with all its peers."""
 
-    def __init__(self, spec: InstanceSpec, peers: Peers, rank: RankHandoffs | None) -> None:
+    def __init__(self, spec: InstanceSpec, peers: Peers) -> None:
         self.weights = spec.config.model.weights_version
         """What the weights are called now; KV of others is refused."""
         self.outcomes: Counter[str] = Counter()
         self.delivered_s = 0.0
         """The time that handoffs took which were delivered, all together."""
         self.peers = peers
-        self.rank = rank
-        """The one rank, if it is in this process."""
         self.ended: deque[HandedPrompt] = deque(maxlen=HANDOFFS_KEPT)
         self.delivered: set[str] = set()
         """Requests whose prompts were delivered; whoever reports that removes them."""
@@ -211,7 +164,7 @@ class InstanceHandoffs(Handoffs):
         except (ValueError, UnavailableError, CapacityError):
             return self._refuse()
         self._hold(answer)
-        if self.rank is None:
+        if not self.peers.has_rank:
             self._new[offer.handoff] = StepOffer(offer, answer.request.decode)
         return True
 

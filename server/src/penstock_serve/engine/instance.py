@@ -46,7 +46,7 @@ from penstock.toolkit import (
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.engine import Engine, EnginePaused, LocalWorkers
-from penstock_serve.engine.handoffs import InstanceHandoffs, RankHandoffs
+from penstock_serve.engine.handoffs import InstanceHandoffs
 from penstock_serve.engine.orders import Orders, answer_to, token_bytes_of
 from penstock_serve.engine.peers import peers_of
 from penstock_serve.engine.process_life import (
@@ -451,9 +451,8 @@ def build_engine(
         from penstock_serve.engine.worker import load_rank  # noqa: PLC0415  (imports torch)
 
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
-        peers = peers_of(spec, loaded.architecture, tier=loaded.tier)
-        rank = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
-        handoffs = None if peers is None else InstanceHandoffs(spec, peers, rank)
+        peers = loaded.worker.handed = peers_of(spec, loaded.architecture, tier=loaded.tier)
+        handoffs = None if peers is None else InstanceHandoffs(spec, peers)
         cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
         loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)
@@ -474,7 +473,7 @@ def build_engine(
         deadline = time.monotonic() + RANKS_S
         met = meet_ranks(listener, ranks=spec.ranks, deadline=deadline, progress=progress)
     peers = peers_of(spec, architecture, tier=None)
-    handoffs = None if peers is None else InstanceHandoffs(spec, peers, None)
+    handoffs = None if peers is None else InstanceHandoffs(spec, peers)
     cache = penstock.open(spec.config, ranks=met.facts)
     scheduler = _scheduler(spec, cache, handoffs)
     workers = RemoteWorkers(met.channels, met.handoff_addresses)

@@ -31,6 +31,7 @@ from penstock import (
     HandoffPair,
     HeadRange,
     Layout,
+    LocalPrefillHandoff,
     PrefillHandoff,
     PrefillHandoffRank,
     SharedListener,
@@ -55,11 +56,14 @@ from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.engine.steps import HandedCounts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock import HandoffResult, HandoffSettings
     from penstock.tensors import TensorTier
     from penstock.toolkit import Waitable
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.engine.spec import InstanceSpec, PairSpec
+    from penstock_serve.engine.steps import Step
 
 REST_S = 1.0
 """A pair that was used a moment ago may have more to send than its descriptors show."""
@@ -202,10 +206,36 @@ class Peers:
             self._let_rest(pair, now)
         return results
 
+    def begin(self, step: Step, stream: int) -> Callable[[int], None] | None:
+        """A step is about to be computed; returns what is called after each layer of it."""
+        for each in step.offers:
+            door = self._sending(each.decode)
+            if isinstance(door, PrefillHandoffRank):
+                door.admit(each.offer)
+                door.step()
+        tokens: dict[str, dict[str, int]] = {}
+        for span in step.handed:
+            tokens.setdefault(span.decode, {})[span.handoff] = step.spans[span.span].stop
+        doors = [(found, tokens[name]) for name in tokens if (found := self._sending(name))]
+        if not doors:
+            return None
+
+        def computed(layer: int) -> None:
+            """The KV of the step goes out layer by layer, while the next ones are computed."""
+            for door, spans in doors:
+                door.computed(spans, layer=layer, stream=stream or None)
+
+        return computed
+
     def drive(self, seconds: float) -> None:
         """Sends and receives while a step is computed."""
         for pair in self._awake:
             pair.door.drive(time.monotonic() + seconds)
+
+    @property
+    def has_rank(self) -> bool:
+        """Whether a rank computes in this process."""
+        return self._tier is not None
 
     @property
     def counts(self) -> HandedCounts:
@@ -248,6 +278,11 @@ class Peers:
         if self._relay is not None:
             self._relay.release()
             self._relay = None
+
+    def _sending(self, decode: str) -> LocalPrefillHandoff | PrefillHandoffRank | None:
+        """The pair in which this rank sends to a decode instance, unless it was closed."""
+        door = self.door(self.spec.name, decode)
+        return door if isinstance(door, LocalPrefillHandoff | PrefillHandoffRank) else None
 
     def _may_use_nixl(self) -> bool:
         if self._table.transport == AUTO:

@@ -20,7 +20,6 @@ from torch import distributed
 import penstock
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.toolkit import keeper, set_up_logs
-from penstock_serve.engine.handoffs import RankHandoffs
 from penstock_serve.engine.peers import peers_of
 from penstock_serve.engine.process_life import (
     GIVE_UP_S,
@@ -87,7 +86,7 @@ def _serve(spec: RankSpec, channel: Channel, place: str, report: str) -> str:
 
     loaded = load_rank(instance, rank=spec.rank, progress=send_progress)
     peers = peers_of(instance, loaded.architecture, tier=loaded.tier, rank=spec.rank)
-    handed = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
+    loaded.worker.handed = peers
     with (
         nullcontext() if peers is None else closing(peers),
         penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier, keeper=keeper()) as rank,
@@ -97,7 +96,7 @@ def _serve(spec: RankSpec, channel: Channel, place: str, report: str) -> str:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         report_ready(report)
         try:
-            return serve_rank(channel, loaded.worker, rank, handed)
+            return serve_rank(channel, loaded.worker, rank, peers)
         except (PeerError, UnavailableError):
             end_within(GIVE_UP_S)
             raise

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from penstock import Rank
     from penstock.toolkit import Channel, Listener, Secret
-    from penstock_serve.engine.handoffs import RankHandoffs
+    from penstock_serve.engine.peers import Peers
     from penstock_serve.engine.worker import Worker
 
 logger = logging.getLogger("penstock.engine.remote_workers")
@@ -201,14 +201,12 @@ class RemoteWorkers(Workers):
             channel.close()
 
 
-def serve_rank(
-    channel: Channel, worker: Worker, rank: Rank, handed: RankHandoffs | None = None
-) -> str:
+def serve_rank(channel: Channel, worker: Worker, rank: Rank, handed: Peers | None = None) -> str:
     """Computes steps until the scheduler sends `End`; returns why it ended.
 
     Raises `UnavailableError`: the scheduler is lost; `PeerError`: it sent an invalid message.
     """
-    address = "" if handed is None else handed.peers.address
+    address = "" if handed is None else handed.address
     channel.send(encode(RankLoaded(rank.facts.to_bytes(), address)))
     reported = HandedCounts()
     while True:
@@ -231,7 +229,7 @@ def serve_rank(
 
 
 def _carry_out(
-    message: ToRank, channel: Channel, worker: Worker, rank: Rank, handed: RankHandoffs | None
+    message: ToRank, channel: Channel, worker: Worker, rank: Rank, handed: Peers | None
 ) -> None:
     match message:
         case Step():
@@ -244,15 +242,15 @@ def _carry_out(
             raise PeerError(f"the scheduler said {message}, must be a step or the end")
 
 
-def _change_pairs(message: OpenRankPair | CloseRankPair, handed: RankHandoffs | None) -> None:
+def _change_pairs(message: OpenRankPair | CloseRankPair, handed: Peers | None) -> None:
     """A rank that cannot open its part of a pair logs why; its scheduler waits for it in vain."""
     if handed is None:
         raise PeerError(f"the scheduler said {message}, and this rank takes part in no handoffs")
     if isinstance(message, CloseRankPair):
-        handed.peers.close_pair(message.prefill, message.decode)
+        handed.close_pair(message.prefill, message.decode)
         return
     try:
-        handed.peers.open(message.pair, weights=message.weights)
+        handed.open(message.pair, weights=message.weights)
     except (ValueError, UnavailableError, CapacityError) as error:
         pair = message.pair
         names = (pair.prefill.name, pair.decode.name)
@@ -284,39 +282,36 @@ def _problem_of(order: RankOrder, worker: Worker, rank: Rank) -> str:
     return ""
 
 
-def _step_handoffs(
-    channel: Channel, handed: RankHandoffs | None, reported: HandedCounts
-) -> HandedCounts:
+def _step_handoffs(channel: Channel, handed: Peers | None, reported: HandedCounts) -> HandedCounts:
     """Advances handoffs and reports their counters if they changed; returns the last report."""
     if handed is None:
         return reported
-    handed.peers.step()
+    handed.step()
     counts = handed.counts
-    if counts != reported and not handed.peers.has_work:
+    if counts != reported and not handed.has_work:
         # Parts arrive between steps, and no step may follow the last of them.
         channel.send(encode(StepResult(0, [], handed=counts)))
         return counts
     return reported
 
 
-def _wait(channel: Channel, rank: Rank, handed: RankHandoffs | None) -> None:
+def _wait(channel: Channel, rank: Rank, handed: Peers | None) -> None:
     deadline = time.monotonic() + IDLE_S
     if handed is None:
         rank.wait(deadline, channels=[channel])
         return
-    peers = handed.peers
-    if peers.has_work:
+    if handed.has_work:
         return
-    due = peers.next_deadline()
-    channels = cast("list[Channel]", [channel, *peers.waitables])
+    due = handed.next_deadline()
+    channels = cast("list[Channel]", [channel, *handed.waitables])
     rank.wait(
         deadline if due is None else min(due, deadline),
         channels=channels,
-        descriptors=peers.descriptors,
+        descriptors=handed.descriptors,
     )
 
 
-def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | None) -> StepResult:
+def _computed(step: Step, worker: Worker, rank: Rank, handed: Peers | None) -> StepResult:
     if step.plan is not None:
         rank.take(step.plan)
     result = worker.execute(step) if step.spans else StepResult(step.number, [])

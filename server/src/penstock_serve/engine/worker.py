@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from penstock_serve.engine.checkpoints import ModelFiles
     from penstock_serve.engine.cuda.lane import CudaLane
     from penstock_serve.engine.cuda.memory import GpuMemory
-    from penstock_serve.engine.handoffs import RankHandoffs
     from penstock_serve.engine.model import Attention
+    from penstock_serve.engine.peers import Peers
     from penstock_serve.engine.spec import InstanceSpec
     from penstock_serve.engine.steps import Step
 
@@ -146,7 +146,7 @@ class Pending:
         mark: StepMark,
         scores: Sequence[Named] = (),
         *,
-        handed: RankHandoffs | None = None,
+        handed: Peers | None = None,
     ) -> None:
         self.number = number
         self._handed = handed
@@ -199,7 +199,7 @@ class Worker:
         """The tokens of the last step, and the index of each answer's token."""
         self.steps: EngineSteps | None = None
         """Gets every submitted step, so that copies of its blocks wait for it."""
-        self.handed: RankHandoffs | None = None
+        self.handed: Peers | None = None
         """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:
