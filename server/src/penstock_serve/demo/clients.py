@@ -76,13 +76,11 @@ def _talk(
         for number in range(max((len(chat.questions) for chat in chats), default=0)):
             for chat in chats:
                 turn = ask(
-                    talk.address,
+                    talk,
                     chat.messages(answers[chat.name]),
                     chat=chat.name,
                     number=number,
                     client=client,
-                    max_tokens=talk.max_tokens,
-                    cache=talk.cache,
                     on_first=next_one.set,
                 )
                 turns.append(turn)
@@ -135,23 +133,11 @@ class ChatTurn:
         return self.first - self.sent
 
 
-def get(address: str, path: str) -> dict[str, Any]:
-    """The JSON response to a GET request.
+def call(address: str, method: str, path: str) -> dict[str, Any]:
+    """The JSON response to a request without a body.
 
     Raises `UnavailableError`: there is none.
     """
-    return _exchange(address, "GET", path)
-
-
-def post(address: str, path: str) -> dict[str, Any]:
-    """The JSON response to a POST request.
-
-    Raises `UnavailableError`: there is none.
-    """
-    return _exchange(address, "POST", path)
-
-
-def _exchange(address: str, method: str, path: str) -> dict[str, Any]:
     connection = HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_S)
     try:
         connection.request(method, path)
@@ -165,14 +151,12 @@ def _exchange(address: str, method: str, path: str) -> dict[str, Any]:
 
 
 def ask(
-    address: str,
+    talk: Talk,
     messages: list[dict[str, str]],
     *,
     chat: str,
     number: int,
     client: int,
-    max_tokens: int,
-    cache: str,
     on_first: Callable[[], None],
 ) -> ChatTurn:
     """Requests the next turn of a conversation, greedily, and reads the whole stream.
@@ -181,15 +165,15 @@ def ask(
     """
     body = {
         "messages": messages,
-        "max_tokens": max_tokens,
+        "max_tokens": talk.max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
         "logprobs": True,
         "top_logprobs": ALTERNATIVES,
-        "cache": cache,
+        "cache": talk.cache,
     }
-    connection = HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_S)
+    connection = HTTPConnection(urlsplit(talk.address).netloc, timeout=ANSWER_S)
     sent = time.monotonic()
     first = None
     events: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock_serve.demo.chats import chats
-from penstock_serve.demo.clients import Talk, get, hold, post, served
+from penstock_serve.demo.clients import Talk, call, hold, served
 from penstock_serve.demo.exactness import Fresh, check
 from penstock_serve.demo.result import GENERATED_MAX, ChatRound, Played, counted
 
@@ -127,20 +127,20 @@ def play(stage: Stage, report: Callable[[str], None]) -> Played:
 def _round(
     talk: Talk, asked: Sequence[Chat], title: str, report: Callable[[str], None]
 ) -> ChatRound:
-    before = get(talk.address, "/cache")["instances"]
+    before = call(talk.address, "GET", "/cache")["instances"]
     began = time.monotonic()
     count = sum(len(chat.questions) for chat in asked)
     report(f"{count} requests of {talk.clients} clients, {title}")
     turns = hold(talk, asked)
     _require_quiet(talk.address)
-    after = get(talk.address, "/cache")["instances"]
+    after = call(talk.address, "GET", "/cache")["instances"]
     return ChatRound(
         title=title,
         turns=tuple(sorted(turns, key=lambda turn: (turn.chat, turn.number))),
         statistics=counted(before, after),
         timeline={
             each["instance"]: _since(each, began)
-            for each in get(talk.address, "/cache/timeline")["instances"]
+            for each in call(talk.address, "GET", "/cache/timeline")["instances"]
         },
     )
 
@@ -156,7 +156,7 @@ def _since(timeline: Mapping[str, Any], began: float) -> dict[str, Any]:
 def _require_quiet(address: str) -> bool:
     """Whether all blocks are released in time: a request may end a moment after its answer."""
     deadline = time.monotonic() + QUIET_S
-    while any(_busy(each) for each in get(address, "/cache")["instances"]):
+    while any(_busy(each) for each in call(address, "GET", "/cache")["instances"]):
         if time.monotonic() > deadline:
             return False
     return True
@@ -172,8 +172,8 @@ def _left_behind(address: str) -> list[str]:
     findings = []
     if not _require_quiet(address):
         findings.append(f"blocks were not released within {QUIET_S:g} s")
-    named = {each["instance"] for each in get(address, "/cache")["instances"]}
-    in_order = set(post(address, "/admin/audit")["in_order"])
+    named = {each["instance"] for each in call(address, "GET", "/cache")["instances"]}
+    in_order = set(call(address, "POST", "/admin/audit")["in_order"])
     findings += [f"{name} violates an invariant" for name in sorted(named - in_order)]
     return findings
 
