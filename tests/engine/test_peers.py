@@ -111,7 +111,9 @@ class Fleet:
             assert engine.cache.statistics().leases == 0
 
     def outcomes(self, name: str) -> dict[str, int]:
-        return self.engines[name].handoff_outcomes
+        handoffs = self.engines[name].handoffs
+        assert handoffs is not None
+        return dict(handoffs.outcomes)
 
     def open_pairs(self, name: str) -> list[tuple[str, str]]:
         handoffs = self.engines[name].handoffs

@@ -337,16 +337,6 @@ class Engine:
             self.close_pair(*names)
 
     @property
-    def handoff_outcomes(self) -> dict[str, int]:
-        """The number of handoffs by outcome."""
-        return {} if self.handoffs is None else dict(self.handoffs.outcomes)
-
-    @property
-    def handed_seconds(self) -> float:
-        """The time of all handoffs that were delivered."""
-        return 0.0 if self.handoffs is None else self.handoffs.delivered_s
-
-    @property
     def handed(self) -> HandedCounts:
         """The handoff counters of its ranks."""
         peers = None if self.handoffs is None else self.handoffs.peers

@@ -180,7 +180,7 @@ def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
 
 
 def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> InstanceStatistics:
-    count = engine.scheduler.count
+    count, handoffs = engine.scheduler.count, engine.handoffs
     return InstanceStatistics(
         instance=spec.name,
         role=spec.role.value,
@@ -193,9 +193,9 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
         running=count(Phase.RUNNING),
         claiming=count(Phase.CLAIMING),
         preemptions=engine.scheduler.preemptions,
-        handoffs=engine.handoff_outcomes,
+        handoffs={} if handoffs is None else dict(handoffs.outcomes),
         handed_bytes=engine.handed.bytes_moved,
-        handed_seconds=engine.handed_seconds,
+        handed_seconds=0.0 if handoffs is None else handoffs.delivered_s,
         handed_parts_verified=engine.handed.parts_verified,
         landing_bytes=engine.handed.landing_bytes,
         token_bytes=token_bytes,
