@@ -32,7 +32,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
     "src/penstock/store/clients/mooncake.py": "a thread that ended would keep its caller waiting",
     "src/penstock/store/disk/threads.py": "a thread that ended would keep its jobs for ever",
-    "src/penstock/store/shared/tier.py": "a thread that ended would keep its jobs for ever",
+    "src/penstock/store/stored_tier.py": "a thread that ended would keep its jobs for ever",
 }
 
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")

@@ -22,15 +22,11 @@ MAY_START_PROCESSES = (
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
 MAY_HAVE_THREADS = (
-    *("testing/", "demo/", "store/disk", "store/process/tier_slots", ENCODES),
+    *("testing/", "demo/", "store/disk", "store/shared", "store/stored_tier.py", ENCODES),
     *("connectors/handoff/requests.py", "replay/trace.py", "store/clients/redis"),
     *("replay/plan.py",),
-    *(
-        "store/shared",
-        "store/clients/mooncake.py",
-        "store/clients/objects.py",
-        "server/access_log.py",
-    ),
+    *("store/process/tier_slots", "store/clients/mooncake.py", "store/clients/objects.py"),
+    "server/access_log.py",
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it

@@ -18,9 +18,9 @@ from penstock.store.clients.folder import FolderBlobs
 from penstock.store.clients.mooncake import MooncakeBlobs
 from penstock.store.clients.objects import ObjectBlobs
 from penstock.store.clients.redis import RedisBlobs
-from penstock.store.shared.board import FAILURES_MAX
 from penstock.store.shared.tier import SharedTier
 from penstock.store.shared.values import generation_name, geometry_name, piece_of, value_name
+from penstock.store.stored_tier import FAILURES_MAX
 from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.vocabulary.layout import HeadRange, Layout
 from penstock.vocabulary.planes import DType

@@ -437,7 +437,7 @@ def test_a_key_with_the_digest_of_another_is_missing_and_the_other_stays(
     rig = StoreRig(tier, LAYOUT)
     saved = rig.fill(2)
     rig.save_and_wait(saved)
-    pool = tier._board.pool
+    pool = tier.pool
     space = Space(SPACE.name, rig.generation(SPACE.name))
     (theirs,) = digests_of(space, rig.arena.part, [b"another key here"])
     pool.index.add(pool.segments[0], [1], [theirs], pool.segments)

@@ -329,7 +329,7 @@ def test_close_at_its_deadline_reports_what_was_not_written(
 
     release = threading.Thread(target=let_go_when_some_are_dropped)
     release.start()
-    monkeypatch.setattr("penstock.store.disk.tier.THREADS_END_S", WAIT_S)
+    monkeypatch.setattr("penstock.store.stored_tier.THREADS_END_S", WAIT_S)
     tier.close(deadline=time.monotonic() + WAIT_S)
     release.join()
     collect_until(len(tickets))

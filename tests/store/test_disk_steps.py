@@ -42,14 +42,14 @@ class Steps:
         calls = replace(calls or DiskCalls(), clock=lambda: self.now)
         # Not directly: some file systems then fill the memory behind a short read with zeros.
         self.tier = DiskTier(folder, size_bytes, calls=calls, direct=False, stepped=True)
-        self.board, self.threads = self.tier._board, self.tier._threads
+        self.threads = self.tier._threads
         self.rig = StoreRig(self.tier, LAYOUT)
         self.scratch = AlignedMemory()
 
     def take(self) -> RunToRead | RunToWrite | SegmentToSync:
         """An I/O thread takes its next task, which is under way from now on."""
-        with self.board.lock:
-            task = self.board.take_task(may_write=True)
+        with self.tier.lock:
+            task = self.tier.next_task()
         assert task is not None
         return task
 
@@ -61,9 +61,9 @@ class Steps:
         while True:
             if self.threads.is_keeper_due():
                 self.threads.keep()
-            elif self.board.reads or self.board.writes:
+            elif self.tier.reads or self.tier.writes:
                 self.do(self.take())
-            elif not self.threads.recover_next(self.board.pool):
+            elif not self.threads.recover_next(self.tier.pool):
                 return
 
     def save(self, saved: Saved) -> EndedJob:
@@ -78,8 +78,8 @@ class Steps:
 
     def die(self) -> None:
         """As if the process were killed: nothing is written any more."""
-        os.close(self.board.event)
-        self.tier._folder.close()
+        os.close(self.tier.event)
+        self.tier.folder.close()
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def fill_both_segments(steps: Steps) -> tuple[Saved, Saved]:
     """Two segments of one block each: the folder is full."""
     first, second = steps.rig.fill(1, seed=1), steps.rig.fill(1, seed=2, first=1)
     assert steps.save(first).faults == steps.save(second).faults == ()
-    assert [each.is_full for each in steps.board.pool.segments.values()] == [True, True]
+    assert [each.is_full for each in steps.tier.pool.segments.values()] == [True, True]
     return first, second
 
 
@@ -167,7 +167,7 @@ def test_a_segment_is_not_given_up_while_a_read_of_it_is_under_way(
 
     dropped = steps.rig.save(steps.rig.fill(1, seed=3, first=2))
     steps.threads.keep()
-    lives = [each.life for each in steps.board.pool.segments.values()]
+    lives = [each.life for each in steps.tier.pool.segments.values()]
     for read in reads:
         steps.do(read)
     steps.settle()
@@ -207,17 +207,17 @@ def test_a_segment_is_not_given_up_if_a_read_of_it_began_since_it_was_chosen(
 ) -> None:
     steps = begin(2 * LEAST_BYTES)
     first, second = fill_both_segments(steps)
-    pool, tickets = steps.board.pool, []
+    pool, tickets = steps.tier.pool, []
 
     def read_both() -> None:
-        pool._lock = steps.board.lock
+        pool._lock = steps.tier.lock
         tickets.extend(steps.rig.load(each.keys, [10]) for each in (first, second))
         reads.extend((steps.take(), steps.take()))
 
     reads: list[RunToRead | RunToWrite | SegmentToSync] = []
     chosen = pool._coldest()
     assert chosen is not None
-    pool._lock = LockWithHook(steps.board.lock, read_both)  # type: ignore[assignment]
+    pool._lock = LockWithHook(steps.tier.lock, read_both)  # type: ignore[assignment]
     with pool._lock:
         assert pool._coldest() is chosen
     given_up = pool._give_up(chosen)
@@ -240,9 +240,9 @@ def test_a_write_into_a_folder_that_was_exchanged_does_not_count_as_saved(
     steps.threads.keep()
     write = steps.take()
     (tmp_path / "tier").rename(tmp_path / "moved")
-    with steps.board.lock:
-        steps.board.switch_off("the folder is gone")
-    steps.now = steps.board.retry_at
+    with steps.tier.lock:
+        steps.tier.switch_off("the folder is gone")
+    steps.now = steps.tier.retry_at
     steps.threads.keep()  # It takes the new folder.
     assert steps.tier.state().on
 
@@ -272,7 +272,7 @@ def test_the_row_of_a_forgotten_block_is_left_alone_in_the_next_life_of_its_segm
     bad, hot = fill_both_segments(steps)
     for _ in range(3):
         steps.load(hot.keys, [10])
-    victim = steps.board.pool.segments[0]
+    victim = steps.tier.pool.segments[0]
     with open(victim.path, "r+b") as file:
         file.seek(Geometry.slots_offset(1) + 100)
         file.write(b"rotten")
@@ -289,13 +289,13 @@ def test_the_row_of_a_forgotten_block_is_left_alone_in_the_next_life_of_its_segm
 
     assert loaded.faults == ((0, BlockFault.CORRUPT),)
     assert saved.faults == ()
-    assert steps.board.pool.index.find(only_digest(steps, 0)) is not None
+    assert steps.tier.pool.index.find(only_digest(steps, 0)) is not None
     again = begin(2 * LEAST_BYTES)
     assert again.rig.find([*fresh.keys, *hot.keys]) == [True, True]
 
 
 def only_digest(steps: Steps, number: int) -> int:
-    (digest,) = steps.board.pool.segments[number].digests.tolist()
+    (digest,) = steps.tier.pool.segments[number].digests.tolist()
     return int(digest)
 
 
@@ -316,7 +316,7 @@ def test_a_reset_that_cannot_be_written_is_not_forgotten(
     begun = steps.rig.generation(SPACE.name)
     in_the_way.rmdir()
     if not dies:
-        steps.now = steps.board.retry_at
+        steps.now = steps.tier.retry_at
         steps.settle()
         assert steps.tier.state().on
         assert steps.rig.generation(SPACE.name) == begun

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.store.shared.board import ANCESTORS_MAX, KnownGenerations, Lineage
+from penstock.store.shared.generations import ANCESTORS_MAX, KnownGenerations, Lineage
 
 SPACE, OTHER = bytes(16), bytes([1] * 16)
 

@@ -110,10 +110,10 @@ class WatchedTier(DiskTier):
             calls=disk.calls,
             stepped=True,
         )
-        disk.is_locked = self._lock.locked
+        disk.is_locked = self.lock.locked
 
-    def _take_folder(self) -> SegmentPool:
-        pool = super()._take_folder()
+    def take_folder(self) -> SegmentPool:
+        pool = super().take_folder()
         self.has_folder = True
         drop = pool.index.drop
 
@@ -158,7 +158,7 @@ class WatchedTier(DiskTier):
         self._expected[job.ticket] = {
             position: self.place_of(digest)
             for position, digest in enumerate(digests)
-            if digest in self._truth.acknowledged and digest in self._board.pool.index
+            if digest in self._truth.acknowledged and digest in self.pool.index
         }
         super().load(job)
 
@@ -206,10 +206,10 @@ class WatchedTier(DiskTier):
 
     def place_of(self, digest: int) -> _Place:
         """Where a block lies, if it is known."""
-        found = self._board.pool.index.find(digest)
+        found = self.pool.index.find(digest)
         if found is None:
             return _Place("", [])
-        segment = self._board.pool.segments[found.segment]
+        segment = self.pool.segments[found.segment]
         geometry = segment.geometry
         assert geometry is not None
         ranges = [
@@ -223,13 +223,13 @@ class WatchedTier(DiskTier):
 
     def ready_steps(self, *, keeper: bool) -> list[Callable[[], None]]:
         """What its threads could do now."""
-        board, threads = self._board, self._threads
+        threads = self._threads
         steps: list[Callable[[], None]] = []
         if keeper and threads.is_keeper_due():
             steps.append(threads.keep)
-        if board.reads or board.writes:
+        if self.reads or self.writes:
             steps += [self._do_io] * 2
-        if board.pool._unread:  # noqa: SLF001
+        if self.pool._unread:  # noqa: SLF001
             steps.append(self._recover)
         return steps
 
@@ -237,36 +237,26 @@ class WatchedTier(DiskTier):
         return step == self._threads.keep
 
     def _do_io(self) -> None:
-        with self._board.lock:
-            task = self._board.take_task(may_write=True)
+        with self.lock:
+            task = self.next_task()
         if task is not None:
             self._threads.do_task(task, AlignedMemory())
 
     def _recover(self) -> None:
-        self._threads.recover_next(self._board.pool)
-        with self._board.lock:
-            self._board.change_state()
-
-    @property
-    def retry_at(self) -> float | None:
-        """When it tries again to use the disk, if it is off."""
-        return self._board.retry_at if self._board.off and not self._board.broken else None
-
-    @property
-    def broken(self) -> bool:
-        """Whether an error of its own ended it."""
-        return self._board.broken
+        self._threads.recover_next(self.pool)
+        with self.lock:
+            self.change_state()
 
     def used_segments(self) -> list[DiskSegment]:
         """Those with a geometry, by number."""
-        return [each for _, each in sorted(self._board.pool.segments.items()) if each.geometry]
+        return [each for _, each in sorted(self.pool.segments.items()) if each.geometry]
 
     def abandon(self) -> None:
         """Gives the descriptors of a process that was killed back, those that it had."""
-        if hasattr(self, "_board"):
-            os.close(self._board.event)
-        if hasattr(self, "_folder"):
-            self._folder.close()
+        if hasattr(self, "event"):
+            os.close(self.event)
+        if hasattr(self, "folder"):
+            self.folder.close()
 
     def loading(self) -> set[int]:
         """What loads in hand ask for: it may have been found spoilt, which nobody was told yet."""

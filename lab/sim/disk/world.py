@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -355,7 +356,7 @@ class DiskWorld:
             self._start()
         elif not self.process.step():
             retry_at = self.process.tier.retry_at
-            if retry_at is not None:
+            if retry_at < math.inf:
                 self.now = max(self.now, retry_at)
 
     def _take_results(self) -> None:
@@ -486,7 +487,7 @@ class DiskWorld:
         for _ in range(100):
             self.process.settle()
             self._take_results()
-            if tier.retry_at is None:
+            if tier.retry_at == math.inf:
                 return
             self.now = max(self.now, tier.retry_at)
         raise SimulationError("liveness", f"the tier stays off: {tier.state().why}")

@@ -288,7 +288,7 @@ class StoreProcess:
             return
         if tier.ready_steps(keeper=True):
             pause = self._stores.draw_pause()
-        elif tier.retry_at is not None:
+        elif tier.retry_at < math.inf:
             pause = max(0.0, tier.retry_at - self._world.now)
         else:
             self._stores.disks[name].step()  # It compares what it found with what was there.

@@ -14,10 +14,10 @@ import numpy as np
 from lab.fixtures.shards import Shard
 from lab.sim.checkers import SimulationError
 from penstock.store.base import MappedArena, Space, part_name
-from penstock.store.shared.board import RunOfBlocks
 from penstock.store.shared.io import FrontMemory
 from penstock.store.shared.tier import SharedTier
 from penstock.store.shared.workers import names_of
+from penstock.store.stored_tier import RunOfBlocks
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KeyChain, Namespace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.store.base import FindJob, LoadJob, SaveJob
     from penstock.store.clients.blobs import BlobStore
-    from penstock.store.shared.board import Question
+    from penstock.store.shared.workers import Question
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Cell
@@ -115,7 +115,7 @@ class SteppedTier(SharedTier):
 
     @property
     def is_locked(self) -> bool:
-        return self._board.lock.locked()
+        return self.lock.locked()
 
     @property
     def is_busy(self) -> bool:
@@ -124,22 +124,22 @@ class SteppedTier(SharedTier):
 
     @property
     def bytes_in_hand(self) -> int:
-        return self._board.saving_bytes
+        return self.in_hand_bytes
 
     def overdue(self, now: float) -> list[int]:
         """Questions that should have been answered, had the keeper had its turn."""
-        return [each.job.ticket for each in self._board.asked if now > each.until]
+        return [each.job.ticket for each in self.asked if now > each.until]
 
     def keeper_wait_s(self) -> float:
-        with self._board.lock:
-            return self._keeper.wait_s()
+        with self.lock:
+            return max(0.0, self._keeper.due_at() - self.clock())
 
     def step(self) -> bool:
         """Lets one of its threads get on; whether one could."""
         choices: list[Callable[[], None]] = []
         if not self._keeper_busy and self.keeper_wait_s() <= 0:
             choices.append(self._keep)
-        task = self._peek() if self._threads_busy < self._board.copiers else None
+        task = self._peek() if self._threads_busy < self.copiers else None
         if task is not None:
             choices.append(lambda: self._work(task))
         if not choices:
@@ -156,24 +156,23 @@ class SteppedTier(SharedTier):
 
     def _peek(self) -> Question | RunOfBlocks | None:
         """The next task, unless its thread would wait for one that writes the same."""
-        board = self._board
-        if board.questions:
-            return board.questions[0]
-        may_read = bool(board.reads) and (not board.writes or self._rng.random() < 0.7)
+        if self.questions:
+            return self.questions[0]
+        may_read = bool(self.reads) and (not self.writes or self._rng.random() < 0.7)
         if may_read:
-            return board.reads[0]
-        if board.writes and board.being_written.isdisjoint(names_of(board.writes[0])):
-            return board.writes[0]
+            return self.reads[0]
+        run = self.writes[0] if self.writes else None
+        if isinstance(run, RunOfBlocks) and self.being_written.isdisjoint(names_of(run)):
+            return run
         return None
 
     def _work(self, task: Question | RunOfBlocks) -> None:
-        board = self._board
         if not isinstance(task, RunOfBlocks):
-            board.questions.remove(task)
-        elif task in board.reads:
-            board.reads.remove(task)
+            self.questions.remove(task)
+        elif task in self.reads:
+            self.reads.remove(task)
         else:
-            board.writes.remove(task)
+            self.writes.remove(task)
         memory = FrontMemory(self._blobs)
         self._threads_busy += 1
         try:

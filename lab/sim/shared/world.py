@@ -26,7 +26,7 @@ from lab.sim.shared.engine import ARENA_SLOTS, SPACE, Geometry, SimulatedEngine,
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import FindJob, LoadJob, SaveJob
-from penstock.store.shared.board import Lineage
+from penstock.store.shared.generations import Lineage
 from penstock.store.shared.values import generation_name
 from penstock.vocabulary.checksums import Algorithm
 

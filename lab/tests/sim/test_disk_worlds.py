@@ -13,7 +13,7 @@ from lab.sim.scenarios import Scenario
 from penstock.store.disk import folder, threads
 from penstock.store.disk.folder import Generations
 from penstock.store.disk.segments import SegmentPool
-from penstock.store.disk.threads import DiskThreads, JobBoard
+from penstock.store.disk.threads import DiskThreads, SaveInHand
 from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from penstock.store.base import LoadJob, SaveJob, Space
     from penstock.store.disk.index import DiskSegment
     from penstock.store.disk.io import AlignedMemory, DiskCalls, Run
-    from penstock.store.disk.threads import RunToWrite, SaveInHand
+    from penstock.store.disk.threads import RunToWrite
+    from penstock.store.stored_tier import JobInHand
     from penstock.vocabulary.keys import Key
 
 SEEDS_MAX = 120
@@ -133,24 +134,24 @@ def plant_unchecked_generation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_early_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save is reported when its slots were chosen, before anything is written."""
-    plan, end_save = DiskThreads._plan, JobBoard.end_save
+    plan, end_job = DiskThreads._plan, DiskTier.end_job
 
     def plan_and_report(self: DiskThreads, save: SaveInHand) -> None:
         plan(self, save)
-        with self._board.lock:
-            if not save.ended and save.load is None:
-                self._board.report(save.job.ticket, save.faults)
+        with self._tier.lock:
+            if self._tier.jobs.get(save.job.ticket) is save and save.load is None:
+                self._tier.report(save.job.ticket, save.faults)
                 save.nbytes = 0
 
-    def end_silently(self: JobBoard, save: SaveInHand) -> None:
+    def end_silently(self: DiskTier, job: JobInHand) -> None:
         ended = len(self.ended)
-        reported = any(each.ticket == save.job.ticket for each in self.ended) or not save.nbytes
-        end_save(self, save)
-        if reported and save.load is None:
+        reported = any(each.ticket == job.job.ticket for each in self.ended) or not job.nbytes
+        end_job(self, job)
+        if reported and isinstance(job, SaveInHand) and job.load is None:
             del self.ended[ended:]
 
     monkeypatch.setattr(DiskThreads, "_plan", plan_and_report)
-    monkeypatch.setattr(JobBoard, "end_save", end_silently)
+    monkeypatch.setattr(DiskTier, "end_job", end_silently)
 
 
 def plant_reuse_of_slots_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
@@ -10,15 +9,15 @@ import pytest
 from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
 from lab.sim.scenarios import Scenario
 from lab.sim.shared import SharedWorld
-from penstock.cache.operations import BlockFault
 from penstock.store.shared import io
-from penstock.store.shared.board import KnownGenerations, SharedBoard
-from penstock.store.shared.tier import SharedKeeper, SharedTier
+from penstock.store.shared.generations import KnownGenerations, SharedKeeper
+from penstock.store.shared.tier import SharedTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.store.shared.board import Lineage
+    from penstock.cache.operations import BlockFault
+    from penstock.store.shared.generations import Lineage
     from penstock.store.shared.io import SumsOfArenas, ValueRun
     from penstock.store.shared.values import Gathering
 
@@ -78,23 +77,23 @@ def plant_early_reports(patch: pytest.MonkeyPatch) -> None:
 
     def report(tier: SharedTier, ticket: int) -> None:
         cancel(tier, ticket)
-        with tier._board.lock:
-            job = tier._board.jobs.get(ticket)
+        with tier.lock:
+            job = tier.jobs.get(ticket)
             if job is not None:
-                tier._board.report_all(job.job, BlockFault.UNREADABLE)
+                tier.refuse(job.job)
 
     patch.setattr(SharedTier, "cancel", report)
 
 
 def plant_no_way_back(patch: pytest.MonkeyPatch) -> None:
     """A store that did not answer is not asked again."""
-    switch_off = SharedBoard.switch_off
+    switch_off = SharedTier.switch_off
 
-    def for_good(board: SharedBoard, why: str) -> None:
-        switch_off(board, why)
-        board.retry_at = math.inf
+    def for_good(tier: SharedTier, why: str) -> None:
+        switch_off(tier, why)
+        tier.broken = True
 
-    patch.setattr(SharedBoard, "switch_off", for_good)
+    patch.setattr(SharedTier, "switch_off", for_good)
 
 
 def plant_believed_records(patch: pytest.MonkeyPatch) -> None:

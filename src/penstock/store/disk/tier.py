@@ -7,13 +7,11 @@ Who does what:
     keeper             gives saves their slots, writes rows, opens and gives up segments
     recovery           finds the blocks of the tables that were there at the start
 
-One lock guards the index and all records; nobody holds it during I/O. A segment counts the
-operations under way in it, and begins a new life only when there are none.
+The lock of the tier guards the index as well. A segment counts the operations under way in it, and
+begins a new life only when there are none.
 
 A save is reported after its row was written: from then on the block outlives the process. Whether
 it outlives a power loss is up to the next sync of its segment; sums find what did not.
-
-The one rule: an arena slot is touched only by a run that its job waits for.
 """
 
 from __future__ import annotations
@@ -22,25 +20,36 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PenstockError, UnavailableError
-from penstock.store.base import EndedJob, GoneBlocks, NewGeneration, Page, SaveJob, Space, TierState
+from penstock.store.base import GoneBlocks, NewGeneration, Page, SaveJob, Space, TierState
 from penstock.store.disk.folder import DiskFolder, Generations
 from penstock.store.disk.index import digests_of
-from penstock.store.disk.io import DiskCalls, probe_direct
+from penstock.store.disk.io import (
+    RUN_BYTES_MAX,
+    RUN_BYTES_MIN,
+    RUN_SLOTS_MAX,
+    DiskCalls,
+    probe_direct,
+)
 from penstock.store.disk.segments import SegmentPool
 from penstock.store.disk.threads import (
+    GONE_ERRORS,
+    DiskTask,
     DiskThreads,
-    JobBoard,
+    ForKeeper,
     LoadInHand,
+    RowToBury,
     RunToRead,
     RunToWrite,
     SaveInHand,
 )
+from penstock.store.stored_tier import FAILURES_MAX, RETRY_S, UNREADABLE, StoredTier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +57,9 @@ if TYPE_CHECKING:
 
     from penstock.store.base import LoadJob
     from penstock.store.disk.format import DiskCipher
+    from penstock.store.disk.index import DiskSegment
+    from penstock.store.disk.threads import SegmentToSync
+    from penstock.store.stored_tier import JobInHand, RunOfBlocks
     from penstock.vocabulary.keys import Key
 
 logger = logging.getLogger(__name__)
@@ -55,13 +67,9 @@ logger = logging.getLogger(__name__)
 THREADS_MIN, THREADS_MAX = 4, 8
 QUEUE_BYTES = 1 << 30
 """Of saves in hand: about a second of writing."""
-RETRY_S = 1.0
-THREADS_END_S = 0.5
-"""What `close` keeps of its time for operations that are under way at its deadline."""
-_UNREADABLE = BlockFault.UNREADABLE
 
 
-class DiskTier:
+class DiskTier(StoredTier[DiskTask]):
     """A `StoreTier` in a folder. `close` it, or its threads stay."""
 
     def __init__(
@@ -85,56 +93,59 @@ class DiskTier:
         """
         _require_numbers(threads, size_bytes, queue_bytes)
         self._size_bytes = size_bytes
-        self._queue_bytes = queue_bytes
         self._cipher = cipher
         self._ignore_other_versions = ignore_other_versions
         self._wants_direct = direct
         self._calls = calls or DiskCalls()
-        self._lock = threading.Lock()
-        self._folder = DiskFolder(folder, self._calls)
-        self._generations = Generations(self._folder)
-        self._board = JobBoard(
-            *(self._folder, self._take_folder_first()),
-            lock=self._lock,
+        self.lock = threading.Lock()
+        self.folder = DiskFolder(folder, self._calls)
+        self._generations = Generations(self.folder)
+        self.pool = self._take_folder_first()
+        super().__init__(
+            f"the disk tier in {folder}",
+            lock=self.lock,
+            workers=threads,
+            queue_bytes=queue_bytes,
             retry_s=retry_s,
             clock=self._calls.clock,
         )
-        self._threads = DiskThreads(
-            self._board,
-            count=threads,
-            take_folder=self._take_folder,
-            cipher=cipher,
-            calls=self._calls,
-        )
+        self.read_ready = threading.Condition(self.lock)
+        """For the thread that only reads: a write would wake it in vain."""
+        self.inbox: deque[ForKeeper] = deque()
+        """Of the keeper."""
+        self.pending: dict[int, list[tuple[SaveInHand, int]]] = {}
+        """By digest of a block that is being written, the other saves that wait for it."""
+        self.reads_off = False
+        self._threads = DiskThreads(self, cipher=cipher, calls=self._calls)
         if not stepped:
-            self._threads.start()
+            self._threads.start(threads)
 
     def _take_folder_first(self) -> SegmentPool:
         try:
-            return self._take_folder()
+            return self.take_folder()
         except OSError as error:
-            self._folder.close()
+            self.folder.close()
             raise UnavailableError(
-                f"folder {self._folder.path} cannot be used: {error.strerror}"
+                f"folder {self.folder.path} cannot be used: {error.strerror}"
             ) from error
         except PenstockError:
-            self._folder.close()
+            self.folder.close()
             raise
 
-    def _take_folder(self) -> SegmentPool:
+    def take_folder(self) -> SegmentPool:
         """Reads the heads of what is there; at the start, and if the folder was exchanged."""
-        direct = self._wants_direct and probe_direct(self._folder.fd, self._calls)
+        direct = self._wants_direct and probe_direct(self.folder.fd, self._calls)
         if self._wants_direct and not direct:
             logger.warning(
                 "folder %s has no direct I/O: reads and writes go through the page cache, which is "
                 "slower",
-                self._folder.path,
+                self.folder.path,
             )
         pool = SegmentPool(
-            self._folder,
+            self.folder,
             self._size_bytes,
             generations=self._generations,
-            lock=self._lock,
+            lock=self.lock,
             cipher=self._cipher,
             calls=self._calls,
             flags=os.O_DIRECT if direct else 0,
@@ -144,103 +155,77 @@ class DiskTier:
             logger.warning(
                 "%d segments of folder %s are of another encryption key: they are neither read "
                 "nor reclaimed",
-                *(pool.foreign_count, self._folder.path),
+                *(pool.foreign_count, self.folder.path),
             )
         return pool
 
-    def close(self, *, deadline: float) -> None:
-        board = self._board
-        with board.lock:
-            if board.closing:
-                return
-            board.closing = True
-            if not self._wait_until_idle(deadline - THREADS_END_S):
-                board.drop_reads(list(board.reads))
-                board.drop_writes([each for each in board.writes if isinstance(each, RunToWrite)])
-                for save in [each for each in board.saves.values() if not each.planned]:
-                    save.faults = dict.fromkeys(range(len(save.digests)), _UNREADABLE)
-                    board.end_save(save)
-            board.stopped = True
-            board.io_ready.notify_all()
-            board.read_ready.notify_all()
-            board.keeper_ready.notify_all()
-        if not self._threads.join(deadline=deadline):
-            logger.warning("the disk tier in %s was closed during I/O", self._folder.path)
-        for segment in list(board.pool.segments.values()):
+    def drop_rest(self) -> None:
+        for job in list(self.jobs.values()):
+            if isinstance(job, SaveInHand) and not job.planned:
+                job.fail()
+                self.end_job(job)
+        self.read_ready.notify_all()
+
+    def is_over(self) -> bool:
+        """Whether nothing comes back to the keeper any more."""
+        in_hand = (isinstance(job, SaveInHand) for job in self.jobs.values())
+        return self.stopped and not self.inbox and not any(in_hand)
+
+    def release(self, deadline: float, *, in_call: bool) -> None:
+        if in_call:
+            logger.warning("%s was closed during I/O", self.name)
+        for segment in list(self.pool.segments.values()):
             if segment.dirty and time.monotonic() < deadline:
                 self._threads.sync(segment)
         with suppress(OSError):
             # An older copy may have been put in its place meanwhile.
             self._generations.save()
-        with board.lock:
-            board.closed = True
-        os.close(board.event)
-        self._folder.close()
-
-    def _wait_until_idle(self, deadline: float) -> bool:
-        board = self._board
-        return board.idle.wait_for(
-            lambda: not board.saves and not board.loads, max(0.0, deadline - time.monotonic())
-        )
-
-    @property
-    def descriptor(self) -> int:
-        return self._board.event
+        self.folder.close()
 
     # Taking jobs in
 
     def save(self, job: SaveJob) -> None:
-        count = len(job.keys)
         digests = digests_of(job.space, job.arena.part, job.keys)
-        nbytes = count * job.arena.host.slot_bytes
-        with self._board.lock:
+        nbytes = len(job.keys) * job.arena.host.slot_bytes
+        with self.lock:
             self._require_open(job.ticket)
-            if self._board.off:
-                self._board.report(
-                    job.ticket, dict.fromkeys(range(count), _UNREADABLE), self._board.off
-                )
-            elif all(digest in self._board.pool.index for digest in digests):
-                self._board.report(job.ticket, {})
-            elif (
-                self._board.in_hand_bytes and self._board.in_hand_bytes + nbytes > self._queue_bytes
-            ):
-                self._board.saves_dropped += count
-                self._board.report(job.ticket, dict.fromkeys(range(count), _UNREADABLE))
-            else:
-                save = SaveInHand(job, digests, nbytes)
-                self._board.saves[job.ticket] = save
-                self._board.in_hand_bytes += nbytes
-                self._board.tell_keeper(save)
+            if self.off:
+                self.refuse(job, self.off)
+            elif all(digest in self.pool.index for digest in digests):
+                self.report(job.ticket, {})
+            elif self.has_room(job, nbytes):
+                save = SaveInHand(job, nbytes, digests=digests)
+                self.take_in_hand(save)
+                self.tell_keeper(save)
 
     def load(self, job: LoadJob) -> None:
         digests = digests_of(job.space, job.arena.part, job.keys)
-        with self._board.lock:
+        with self.lock:
             self._require_open(job.ticket)
-            load = LoadInHand(job, digests)
-            if self._board.reads_off:
-                everything = dict.fromkeys(range(len(digests)), _UNREADABLE)
-                self._board.report(job.ticket, everything, self._board.off)
+            if self.reads_off:
+                self.refuse(job, self.off)
                 return
+            load = LoadInHand(job, digests=digests)
             places = []
             for position, digest in enumerate(digests):
-                place = self._board.pool.index.find(digest)
+                place = self.pool.index.find(digest)
                 if place is None:
                     load.faults[position] = BlockFault.MISSING
                 else:
                     places.append((*place, position))
             if not places:
-                self._board.report(job.ticket, load.faults)
+                self.report(job.ticket, load.faults)
                 return
-            self._board.loads[job.ticket] = load
+            self.take_in_hand(load)
             for read in self._reads_of(load, sorted(places)):
                 read.segment.hits += len(read.positions)
                 load.left += 1
-                self._board.queue_read(read)
+                self._queue_read(read)
 
     def _reads_of(self, load: LoadInHand, places: list[tuple[int, int, int]]) -> list[RunToRead]:
         """Reads of neighbouring slots, as many as keep all threads busy."""
-        segments = self._board.pool.segments
-        step = self._board.run_slots(segments[places[0][0]], len(places))
+        segments = self.pool.segments
+        step = self.run_slots(segments[places[0][0]], len(places))
         reads = []
         # Neighbours are as far from their position in the sorted list as each other.
         for (number, _), group in groupby(
@@ -250,55 +235,160 @@ class DiskTier:
             for start in range(0, len(run), step):
                 chunk = run[start : start + step]
                 positions = [position for _, _, position in chunk]
-                reads.append(RunToRead(load, segments[number], chunk[0][1], positions))
+                reads.append(RunToRead(load, positions, segments[number], chunk[0][1]))
         return reads
 
     def cancel(self, ticket: int) -> None:
-        with self._board.lock:
-            load, save = self._board.loads.get(ticket), self._board.saves.get(ticket)
-            if load is not None:
-                load.cancelled = True
-                self._board.drop_reads([read for read in self._board.reads if read.load is load])
-            elif save is not None and not save.planned:
-                save.faults = dict.fromkeys(range(len(save.digests)), _UNREADABLE)
-                self._board.end_save(save)
-            elif save is not None:
-                queued = [each for each in self._board.writes if isinstance(each, RunToWrite)]
-                self._board.drop_writes([write for write in queued if write.save is save])
+        with self.lock:
+            job = self.jobs.get(ticket)
+            if isinstance(job, SaveInHand) and not job.planned:
+                job.fail()
+                self.end_job(job)
+            elif job is not None:
+                if isinstance(job, LoadInHand):
+                    job.cancelled = True
+                self.drop_runs(job)
 
     def _require_open(self, ticket: int) -> None:
-        if self._board.closing:
+        if self.closing:
             raise ValueError("the disk tier is closed")
-        if ticket in self._board.saves or ticket in self._board.loads:
+        if ticket in self.jobs:
             raise ValueError(f"ticket is {ticket}, which is in hand already")
+
+    # Runs; these methods want the lock held
+
+    def _queue_read(self, read: RunToRead) -> None:
+        read.segment.busy += 1
+        self.reads.append(read)
+        self.work_ready.notify()
+        self.read_ready.notify()
+
+    def queue_write(self, write: RunToWrite | SegmentToSync) -> None:
+        write.segment.busy += 1
+        self.writes.append(write)
+        self.work_ready.notify()
+
+    def run_slots(self, segment: DiskSegment, count: int) -> int:
+        """How many slots a run of `count` blocks has: enough to keep idle threads busy.
+
+        Longer runs cost less a byte, so jobs are not split while all threads have work.
+        """
+        assert segment.geometry is not None
+        slot_bytes = segment.geometry.slot_bytes
+        pieces = max(1, self.idle_workers - len(self.reads) - len(self.writes))
+        wanted = min(max(count * slot_bytes // pieces, RUN_BYTES_MIN), RUN_BYTES_MAX)
+        return min(max(1, -(-wanted // slot_bytes)), RUN_SLOTS_MAX)
+
+    def tell_keeper(self, message: ForKeeper) -> None:
+        self.inbox.append(message)
+        self.keeper_ready.notify()
+
+    def drop_run(self, run: RunOfBlocks) -> None:
+        """Ends a read; of a write the keeper does it."""
+        if isinstance(run, RunToWrite):
+            run.failure = "cancelled"
+            self.tell_keeper(run)
+        else:
+            super().drop_run(run)
+
+    def end_run(self, run: RunOfBlocks, faults: dict[int, BlockFault], failure: str = "") -> None:
+        """A read is done; `faults` are by position in it."""
+        assert isinstance(run, RunToRead)
+        segment = run.segment
+        segment.busy -= 1
+        for place, fault in faults.items():
+            if fault is BlockFault.CORRUPT:
+                self.blocks_corrupt += 1
+                slot = run.first + place
+                digest = run.job.digests[run.positions[place]]
+                if self.is_current(segment) and self.pool.index.forget(digest, segment, slot):
+                    self.tell_keeper(RowToBury(segment, segment.life, slot))
+        for place, parent in enumerate(run.parents):
+            if place not in faults:
+                run.job.cold[run.positions[place]] = parent
+        super().end_run(run, faults, failure)
+
+    def end_job(self, job: JobInHand) -> None:
+        if isinstance(job, LoadInHand) and job.cold and not job.cancelled and self._may_rewrite():
+            self._rewrite(job)
+        else:
+            super().end_job(job)
+
+    def end_blocks(self, save: SaveInHand, positions: Sequence[int], failure: str) -> None:
+        """Blocks that this save was to write are written, or failed; others may wait for them."""
+        for position in positions:
+            waiting = self.pending.pop(save.digests[position])
+            for each, own_position in ((save, position), *waiting):
+                if failure:
+                    each.faults[own_position] = UNREADABLE
+                each.left -= 1
+                if each.left == 0:
+                    self.end_job(each)
+
+    def is_current(self, segment: DiskSegment) -> bool:
+        """Whether it is one of the pool; if not, the folder was exchanged meanwhile."""
+        return self.pool.segments.get(segment.number) is segment
+
+    def _may_rewrite(self) -> bool:
+        """Whether nobody would wait for it."""
+        return not (self.off or self.closing or self.reads or self.writes)
+
+    def _rewrite(self, load: LoadInHand) -> None:
+        """Writes blocks again that are asked for, and that would be given up soon."""
+        positions = sorted(load.cold)
+        job = load.job
+        again = SaveJob(
+            job.ticket,
+            job.arena,
+            job.space,
+            [job.keys[position] for position in positions],
+            [load.cold[position] for position in positions],
+            [job.slots[position] for position in positions],
+            job.salt,
+        )
+        digests = [load.digests[position] for position in positions]
+        save = SaveInHand(again, digests=digests, load=load)
+        self.take_in_hand(save)
+        self.tell_keeper(save)
+
+    # Whether it is on; these methods want the lock held
+
+    def switch_off(self, why: str, error: OSError | None = None) -> None:
+        """Takes no jobs until a probe succeeds; reads go on if only writes fail."""
+        if error is not None and error.errno in GONE_ERRORS:
+            self.reads_off = True
+        super().switch_off(why)
+
+    def fail_read(self, error: OSError) -> None:
+        self.failures += 1
+        if error.errno in GONE_ERRORS or self.failures >= FAILURES_MAX:
+            self.reads_off = True
+            self.switch_off(f"reading failed: {error.strerror}", error)
+
+    def has_news(self) -> bool:
+        return super().has_news() or self.pool.has_gone()
 
     # Answers
 
-    def collect(self) -> list[EndedJob]:
-        with self._board.lock:
-            ended, self._board.ended = self._board.ended, []
-            self._board.settle_event()
-        return ended
-
     def take_gone(self) -> list[GoneBlocks]:
-        with self._board.lock:
-            gone = self._board.pool.take_gone()
-            self._board.settle_event()
+        with self.lock:
+            gone = self.pool.take_gone()
+            self.settle()
         return gone
 
     def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
         digests = digests_of(space, part, keys)
-        with self._board.lock:
-            if self._board.reads_off:
+        with self.lock:
+            if self.reads_off:
                 return [False] * len(keys)
-            return [digest in self._board.pool.index for digest in digests]
+            return [digest in self.pool.index for digest in digests]
 
     def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
         try:
-            return self._board.pool.page(space, part, cursor, limit)
+            return self.pool.page(space, part, cursor, limit)
         except OSError as error:
-            with self._board.lock:
-                self._board.fail_read(error)
+            with self.lock:
+                self.fail_read(error)
             return Page([], [], None)
 
     def generation(self, name: bytes) -> int:
@@ -318,8 +408,8 @@ class DiskTier:
 
     def _switch_off_generations(self, error: OSError) -> str:
         why = f"generations cannot be written: {error.strerror}"
-        with self._board.lock:
-            self._board.switch_off(why, error)
+        with self.lock:
+            self.switch_off(why, error)
         return why
 
     def expect(self, name: bytes, generation: int) -> None:
@@ -331,26 +421,26 @@ class DiskTier:
             self._generations.expect(name, generation)
         except OSError as error:
             self._switch_off_generations(error)
-        with self._board.lock:
-            self._board.signal()
+        with self.lock:
+            self.signal()
 
     def take_generations(self) -> list[NewGeneration]:
         return [NewGeneration(*changed) for changed in self._generations.take_changed()]
 
     def state(self) -> TierState:
-        with self._board.lock:
-            self._board.state_changed = False
-            self._board.settle_event()
-            pool = self._board.pool
+        with self.lock:
+            self.state_changed = False
+            self.settle()
+            pool = self.pool
             return TierState(
-                on=not self._board.off,
-                why=self._board.off,
+                on=not self.off,
+                why=self.off,
                 recovered=pool.rows_known / pool.rows_found if pool.rows_found else 1.0,
                 blocks=len(pool.index),
                 block_bytes=pool.block_bytes,
                 capacity_bytes=min(pool.size_bytes, pool.room_bytes),
-                saves_dropped=self._board.saves_dropped,
-                blocks_corrupt=self._board.blocks_corrupt,
+                saves_dropped=self.saves_dropped,
+                blocks_corrupt=self.blocks_corrupt,
                 blocks_reclaimed=pool.reclaimed,
                 generations_lost=self._generations.times_lost,
             )

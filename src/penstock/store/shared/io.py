@@ -4,8 +4,6 @@ So are compressed values, which cannot be read by ranges. A compressed block is 
 for each layer or head: those of a head are so short (2 KiB of exponents) that zstd finds less in
 them.
 
-
-
 Values are read by ranges, straight to where they belong. Compressed ones cannot be: they are read
 whole, into memory of the thread. Whether they are, the last run tells; a run for which that was
 wrong takes a second call.
@@ -28,7 +26,6 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import install_hint
-from penstock.movers.packing import PackedSums
 from penstock.store.clients.blobs import BlobOutcome, BlobRange, BlobRead, BlobWrite
 from penstock.store.shared.values import (
     CODEC_PLAIN,
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.store.base import MappedArena, Space
     from penstock.store.clients.blobs import BlobStore
     from penstock.store.shared.values import Gathering, SourcePart, ValuePiece
-    from penstock.vocabulary.checksums import Algorithm
+    from penstock.store.stored_tier import SumsOfArenas
     from penstock.vocabulary.keys import Key
 
 
@@ -226,29 +223,6 @@ class FrontMemory:
         if len(self._memory):
             self._blobs.unregister(self._memory.data)
             self._memory = np.empty(0, dtype=np.uint8)
-
-
-class SumsOfArenas:
-    """What computes the sums of blocks in an arena; made once for each and algorithm."""
-
-    KEPT = 64
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, Algorithm], tuple[MappedArena, PackedSums]] = {}
-
-    def of(self, arena: MappedArena, algorithm: Algorithm) -> PackedSums:
-        """Several threads may ask; the worst is that it is made twice."""
-        found = self._made.get((id(arena), algorithm))
-        if found is not None:
-            return found[1]
-        made = PackedSums(arena.host.layout, algorithm)
-        if len(self._made) >= self.KEPT:
-            self._made = {}
-        self._made[id(arena), algorithm] = (arena, made)
-        return made
-
-    def forget(self, arena: MappedArena) -> None:
-        self._made = {at: each for at, each in self._made.items() if each[0] is not arena}
 
 
 def write_values(

@@ -7,25 +7,55 @@ what is there; one asks and reads; the others write as well.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob
 from penstock.store.clients.blobs import BlobStoreError
-from penstock.store.shared.board import Question, RunOfBlocks, Where
 from penstock.store.shared.io import FrontMemory, ValueRun, read_values, write_values
 from penstock.store.shared.values import piece_of, value_name
+from penstock.store.stored_tier import UNREADABLE, RunOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.store.base import FindJob
+    from penstock.store.base import FindJob, Space
     from penstock.store.clients.blobs import BlobStore
-    from penstock.store.shared.board import SharedBoard
+    from penstock.store.shared.tier import SharedTier
     from penstock.store.shared.values import EngineGeometry, Gathering
     from penstock.vocabulary.keys import Key
+
+
+logger = logging.getLogger(__name__)
+
+Known = tuple["Space", tuple[bytes, ...], "Key"]
+"""A block for an engine with these pieces."""
+
+
+class Where(NamedTuple):
+    """In which values a block lies."""
+
+    pieces: tuple[bytes, ...]
+    """Of the engine that wrote them."""
+    readable: bool = True
+    """Whether it can be decoded here, as far as is known."""
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """A question in hand; answered once, by whoever is first."""
+
+    job: FindJob
+    own: tuple[bytes, ...]
+    until: float
+    start: int
+    """How many leading blocks are known to be there."""
+    answered: bool = False
+    foreign: bool = False
+    """Whether the next one was written in a form that cannot be read here."""
 
 
 def find_leading(
@@ -64,44 +94,38 @@ def is_there(
     return False
 
 
-logger = logging.getLogger(__name__)
-_UNREADABLE = BlockFault.UNREADABLE
-
-
 class SharedWorkers:
-    """What the workers do; `tasks` are to be run by a thread each."""
+    """What the workers do."""
 
-    def __init__(self, board: SharedBoard, blobs: BlobStore, *, compress: bool) -> None:
-        self._board = board
+    def __init__(self, tier: SharedTier, blobs: BlobStore, *, compress: bool) -> None:
+        self._tier = tier
         self._blobs = blobs
         self._compress = compress
         self._compressed = compress
         """Whether the last run that was read had compressed values; any thread may say so."""
 
-    def tasks(self) -> list[Callable[[], None]]:
+    def bodies(self) -> list[Callable[[], None]]:
+        """What the threads are to run, one each."""
         return [
             lambda: self._work(may_read=False, may_write=False),
             lambda: self._work(may_read=True, may_write=False),
-            *[lambda: self._work(may_read=True, may_write=True)] * (self._board.copiers - 1),
+            *[lambda: self._work(may_read=True, may_write=True)] * (self._tier.copiers - 1),
         ]
 
     def _work(self, *, may_read: bool, may_write: bool) -> None:
-        memory = FrontMemory(self._blobs)
+        memory, tier = FrontMemory(self._blobs), self._tier
         try:
-            while True:
-                with self._board.lock:
-                    task = self._board.next_task(may_read, may_write)
-                    while task is None and not self._board.stopped:
-                        self._board.work_ready.wait()
-                        task = self._board.next_task(may_read, may_write)
-                if task is None:
-                    return
-                self.do(task, memory)
+            tier.work(
+                lambda task: self.do(task, memory),
+                tier.work_ready,
+                may_read=may_read,
+                may_write=may_write,
+            )
         finally:
             memory.close()
 
     def do(self, task: Question | RunOfBlocks, memory: FrontMemory) -> None:
-        """Does a task of the board; `memory` is of the thread that does."""
+        """Does a task of the tier; `memory` is of the thread that does."""
         if isinstance(task, Question):
             self._ask(task)
         elif isinstance(task.job.job, LoadJob):
@@ -112,18 +136,18 @@ class SharedWorkers:
     def _ask(self, question: Question) -> None:
         """Asks for the pieces of this engine first, then for those of others."""
         job = question.job
-        with self._board.lock:
-            use = self._board.spaces.get(job.space.name)
+        with self._tier.lock:
+            use = self._tier.spaces.get(job.space.name)
             if question.answered or use is None:
-                self._board.forget_question(question)
+                self._tier.forget_question(question)
                 return
             order = [question.own, *(each.names for each in use.geometries)]
             order = list(dict.fromkeys(order))
-            plans = [(each, self._board.gathered(use, question.own, each)) for each in order]
+            plans = [(each, self._tier.gathered(use, question.own, each)) for each in order]
             unusable = [
                 each
                 for each in use.geometries
-                if isinstance(self._board.gathered(use, question.own, each.names), str)
+                if isinstance(self._tier.gathered(use, question.own, each.names), str)
             ]
         try:
             for pieces, plan in plans:
@@ -131,46 +155,46 @@ class SharedWorkers:
                     self._ask_for(question, pieces, plan)
             self._ask_for_foreign(question, unusable)
         except BlobStoreError as error:
-            with self._board.lock:
-                self._board.fail(error)
-        with self._board.lock:
+            with self._tier.lock:
+                self._tier.fail(error)
+        with self._tier.lock:
             if question.start < len(job.keys) and not question.answered:
                 missing = job.keys[question.start]
-                self._board.note(job.space, question.own, {missing: None})
-            self._board.answer(question)
-            self._board.forget_question(question)
+                self._tier.note(job.space, question.own, {missing: None})
+            self._tier.answer(question)
+            self._tier.forget_question(question)
 
     def _ask_for(
         self, question: Question, pieces: tuple[bytes, ...], plan: dict[bytes, Gathering]
     ) -> None:
         """Asks which of the blocks, from the first unknown one on, are there in these pieces."""
-        left_s = question.until - self._board.clock()
+        left_s = question.until - self._tier.clock()
         if left_s <= 0:
             return  # Too many ask at once; that is not the store's fault.
         there = find_leading(question.job, question.start, plan, self._blobs, left_s)
         found = dict.fromkeys(there, Where(pieces))
-        with self._board.lock:
-            self._board.succeed()
-            found = self._board.readable(question, found)
-            self._board.note(question.job.space, question.own, found)
+        with self._tier.lock:
+            self._tier.succeed()
+            found = self._tier.readable(question, found)
+            self._tier.note(question.job.space, question.own, found)
             question.start += len(found)
 
     def _ask_for_foreign(self, question: Question, unusable: Sequence[EngineGeometry]) -> None:
         """Asks whether what was not found is there in a form that cannot be read here."""
         job = question.job
         for geometry in unusable if question.start < len(job.keys) else ():
-            left_s = question.until - self._board.clock()
+            left_s = question.until - self._tier.clock()
             if left_s > 0 and not question.foreign:
                 question.foreign = is_there(job, question.start, geometry, self._blobs, left_s)
 
     def _read(self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory) -> None:
-        faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        faults = run.all_unreadable
         try:
             self._read_all(run, job, memory, faults)
         finally:
             # Also after an error of ours: a job that nobody reports keeps its slots for ever.
-            with self._board.lock:
-                self._board.end_run(run, faults)
+            with self._tier.lock:
+                self._tier.end_run(run, faults)
 
     def _read_all(
         self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory, faults: dict[int, BlockFault]
@@ -178,23 +202,23 @@ class SharedWorkers:
         """Reads the blocks of a run; takes those that arrived out of `faults`, by place."""
         for pieces, places in self._by_pieces(run, job).items():
             chosen = RunOfBlocks(run.job, [run.positions[place] for place in places])
-            with self._board.lock:
-                use = self._board.spaces.get(job.space.name)
-                own = self._board.own_of(use, job.arena)
-                plan = self._board.gathered(use, own, pieces) if use is not None and own else "gone"
+            with self._tier.lock:
+                use = self._tier.spaces.get(job.space.name)
+                own = self._tier.own_of(use, job.arena)
+                plan = self._tier.gathered(use, own, pieces) if use is not None and own else "gone"
             if isinstance(plan, str):
                 faults.update(dict.fromkeys(places, BlockFault.MISSING))
                 continue
             gathering, values = plan[job.arena.part], _value_run(chosen, job)
-            means = (self._blobs, memory, self._board.sums)
-            timeout_s, compressed = self._board.timeout_s, self._compressed
+            means = (self._blobs, memory, self._tier.sums)
+            timeout_s, compressed = self._tier.timeout_s, self._compressed
             try:
                 result = read_values(
                     values, gathering, *means, whole=compressed, timeout_s=timeout_s
                 )
             except BlobStoreError as error:
-                with self._board.lock:
-                    self._board.fail(error)
+                with self._tier.lock:
+                    self._tier.fail(error)
                     run.job.failure = str(error)
                 continue
             self._compressed = result.compressed
@@ -203,7 +227,7 @@ class SharedWorkers:
             for at, fault in result.faults.items():
                 # The engine forgets what it lacks the codec for, and asks again: `_settle_read`
                 # has the answer. Of a copy that may be fine it would try again at once.
-                faults[places[at]] = BlockFault.MISSING if fault is _UNREADABLE else fault
+                faults[places[at]] = BlockFault.MISSING if fault is UNREADABLE else fault
             self._settle_read(job, own, chosen, result.faults, result.wrong)
 
     def _settle_read(
@@ -214,69 +238,67 @@ class SharedWorkers:
         faults: dict[int, BlockFault],
         wrong: list[str],
     ) -> None:
-        with self._board.lock:
-            self._board.succeed()
-            self._board.blocks_corrupt += sum(
-                each is BlockFault.CORRUPT for each in faults.values()
-            )
+        with self._tier.lock:
+            self._tier.succeed()
+            self._tier.blocks_corrupt += sum(each is BlockFault.CORRUPT for each in faults.values())
             for place, fault in faults.items():
                 key = job.keys[run.positions[place]]
                 unreadable = Where(own, readable=False)
-                found = {key: unreadable if fault is _UNREADABLE else None}
-                self._board.note(job.space, own, found)
+                found = {key: unreadable if fault is UNREADABLE else None}
+                self._tier.note(job.space, own, found)
         if wrong:
             logger.warning("shared tier: %d values are not what they should be", len(wrong))
             try:
-                self._blobs.forget(wrong, timeout_s=self._board.timeout_s)
+                self._blobs.forget(wrong, timeout_s=self._tier.timeout_s)
             except BlobStoreError as error:
-                with self._board.lock:
-                    self._board.fail(error)
+                with self._tier.lock:
+                    self._tier.fail(error)
 
     def _by_pieces(self, run: RunOfBlocks, job: LoadJob) -> dict[tuple[bytes, ...], list[int]]:
         """In whose pieces the blocks of a run are, by place: its own, if nothing is known."""
         chosen: dict[tuple[bytes, ...], list[int]] = {}
-        with self._board.lock:
-            own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+        with self._tier.lock:
+            own = self._tier.own_of(self._tier.spaces.get(job.space.name), job.arena)
             for place, position in enumerate(run.positions):
                 key = job.keys[position]
-                _, where = self._board.known.get((job.space, own, key), (0.0, None))
+                _, where = self._tier.known.get((job.space, own, key), (0.0, None))
                 chosen.setdefault(where.pieces if where else own, []).append(place)
         return chosen
 
     def _write(self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory) -> None:
         names = names_of(run)
-        with self._board.lock:
+        with self._tier.lock:
             # Two engines of a machine compute one prompt: the second finds what the first wrote.
-            while not self._board.being_written.isdisjoint(names):
+            while not self._tier.being_written.isdisjoint(names):
                 # Who writes it ends within the time of its calls, and says so.
-                self._board.idle.wait(self._board.timeout_s)
-            self._board.being_written.update(names)
+                self._tier.idle.wait(self._tier.timeout_s)
+            self._tier.being_written.update(names)
         failure = ""
         sizes: list[int] = []
-        faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        faults = run.all_unreadable
         try:
             sizes, faults, failure = self._write_absent(run, job, names, memory)
-            with self._board.lock:
-                self._board.succeed()
+            with self._tier.lock:
+                self._tier.succeed()
         except BlobStoreError as error:
             failure = str(error)
-            with self._board.lock:
-                self._board.fail(error)
+            with self._tier.lock:
+                self._tier.fail(error)
         finally:
-            with self._board.lock:
-                self._board.being_written.difference_update(names)
-                self._board.idle.notify_all()
-                self._board.blocks_written += len(sizes)
-                self._board.bytes_written += sum(sizes)
+            with self._tier.lock:
+                self._tier.being_written.difference_update(names)
+                self._tier.idle.notify_all()
+                self._tier.blocks_written += len(sizes)
+                self._tier.bytes_written += sum(sizes)
                 self._note_saved(run, job, faults)
-                self._board.state_changed = True
-                self._board.end_run(run, faults, failure)
+                self._tier.state_changed = True
+                self._tier.end_run(run, faults, failure)
 
     def _write_absent(
         self, run: RunOfBlocks, job: SaveJob, names: Sequence[str], memory: FrontMemory
     ) -> tuple[list[int], dict[int, BlockFault], str]:
         """Writes what is not there; the bytes of each block, and what failed, by place and why."""
-        there = self._blobs.exists(names, timeout_s=self._board.timeout_s)
+        there = self._blobs.exists(names, timeout_s=self._tier.timeout_s)
         absent = [place for place, is_there in enumerate(there) if not is_there]
         if not absent:
             return [], {}, ""
@@ -287,29 +309,29 @@ class SharedWorkers:
             self._blobs,
             memory,
             compress=self._compress,
-            timeout_s=self._board.timeout_s,
+            timeout_s=self._tier.timeout_s,
         )
         sizes, faults = [], {}
-        with self._board.lock:
-            own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+        with self._tier.lock:
+            own = self._tier.own_of(self._tier.spaces.get(job.space.name), job.arena)
             for place, problem, size in zip(absent, *result, strict=True):
                 if problem:
-                    faults[place] = _UNREADABLE
+                    faults[place] = UNREADABLE
                 else:
                     sizes.append(size)
                     # What was there before and could not be read is there no more.
-                    self._board.known.pop((job.space, own, job.keys[run.positions[place]]), None)
+                    self._tier.known.pop((job.space, own, job.keys[run.positions[place]]), None)
         return sizes, faults, next(filter(None, result.problems), "")
 
     def _note_saved(self, run: RunOfBlocks, job: SaveJob, faults: dict[int, BlockFault]) -> None:
-        own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+        own = self._tier.own_of(self._tier.spaces.get(job.space.name), job.arena)
         keys = [job.keys[at] for place, at in enumerate(run.positions) if place not in faults]
         if len(own) == 1:
-            self._board.note(job.space, own, dict.fromkeys(keys, Where(own)))
+            self._tier.note(job.space, own, dict.fromkeys(keys, Where(own)))
         else:
             # Of what other ranks have written nothing is known here: the next one asks.
             for key in keys:
-                self._board.known.pop((job.space, own, key), None)
+                self._tier.known.pop((job.space, own, key), None)
 
 
 def names_of(run: RunOfBlocks) -> list[str]:
