@@ -18,7 +18,6 @@ from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
 from penstock.runtime.messages import (
     MESSAGE_BYTES_MAX,
-    TEXT_MAX,
     VERSION,
     Plan,
     RankReport,
@@ -28,6 +27,7 @@ from penstock.runtime.messages import (
     encode_plan,
     encode_report,
 )
+from penstock.vocabulary.frames import TEXT_MAX
 from penstock.vocabulary.keys import OperationId
 
 if TYPE_CHECKING:

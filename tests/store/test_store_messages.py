@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PeerError
+from penstock.store.base import TierState
 from penstock.store.process.messages import (
     BATCH_BYTES,
     BLOCKS_MAX,
     FRAME_BYTES_MAX,
     PAGE_KEYS_MAX,
-    TEXT_MAX,
     ArenaOffered,
     FindAnswer,
     GoneNotice,
@@ -24,9 +24,9 @@ from penstock.store.process.messages import (
     OwnerWaiting,
     PageAnswer,
     SaveRequest,
-    StateNotice,
     StoreConfig,
     StorePing,
+    StoreState,
     StoreTierConfig,
     VoidRequest,
     VoidSeen,
@@ -36,14 +36,25 @@ from penstock.store.process.messages import (
     join_parents,
     join_slots,
     requests,
-    short,
     split_keys,
     split_parents,
     split_slots,
 )
+from penstock.vocabulary.frames import TEXT_MAX, short
 from penstock.vocabulary.keys import KEY_BYTES
 
 U64 = (1 << 64) - 1
+LARGEST_STATE = TierState(
+    on=True,
+    why="🦭" * TEXT_MAX,
+    blocks=U64,
+    block_bytes=U64,
+    capacity_bytes=U64,
+    saves_dropped=U64,
+    blocks_corrupt=U64,
+    blocks_reclaimed=U64,
+    generations_lost=U64,
+)
 KEYS = [bytes([number + 1]) * KEY_BYTES for number in range(5)]
 TIER = StoreTierConfig(name="disk", kind="disk", folder="/var/cache/x", size_bytes=1 << 30)
 
@@ -98,7 +109,7 @@ def test_answers_are_split_into_frames_that_fit() -> None:
         GoneNotice(15, bytes(PAGE_KEYS_MAX * KEY_BYTES)),
         FindAnswer(U64, bytes(BLOCKS_MAX)),
         OwnerWaiting("🦭" * TEXT_MAX),
-        StateNotice(15, True, "🦭" * TEXT_MAX, 1.0, U64, U64, U64, U64, U64, U64, U64),  # noqa: FBT003
+        StoreState(15, LARGEST_STATE),
     ]
 
     frames = list(answer_frames(largest * 20))

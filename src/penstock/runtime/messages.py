@@ -44,7 +44,7 @@ from penstock.errors import ConfigError, PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
 from penstock.transport.base import FRAME_BYTES_MAX
-from penstock.vocabulary.frames import FrameCodec
+from penstock.vocabulary.frames import TEXT_MAX, Count, FrameCodec, Text, short
 from penstock.vocabulary.keys import KEY_BYTES, OperationId
 
 if TYPE_CHECKING:
@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 VERSION = 2
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX
 """A longer message is refused: it would not fit into a frame of a channel."""
-TEXT_MAX = 1000
-"""Causes and failures are for people to read, and are cut to this many characters."""
 
 ValueT = TypeVar("ValueT")
 
@@ -71,9 +69,6 @@ NAME_BYTES_MAX = 19
 """What the name of an operation costs on the wire, at most."""
 
 _SLOT = np.dtype("<i4")
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 
 
 def frames_of(
@@ -291,11 +286,6 @@ def _slots(operation: OperationId, raw: bytes, groups: int, count: int) -> NDArr
         )
     slots = np.frombuffer(raw, dtype=_SLOT).astype(np.int32, copy=False)
     return slots.reshape(groups, count) if groups else slots
-
-
-def short(text: str) -> str:
-    """A text as it may travel: cut to `TEXT_MAX`, without what cannot be encoded."""
-    return text[:TEXT_MAX].encode("utf-8", "replace").decode("utf-8")
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

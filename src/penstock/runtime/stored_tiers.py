@@ -27,6 +27,8 @@ from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
 from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
@@ -48,10 +50,9 @@ from penstock.store.process.link import (
     StoreBack,
     StoreGone,
     StoreLost,
-    StoreState,
     Voided,
 )
-from penstock.store.process.messages import StoreConfig, StoreTierConfig
+from penstock.store.process.messages import StoreConfig, StoreState, StoreTierConfig
 from penstock.transport.unix_sockets import shared_folder
 from penstock.transport.waiting import wait_any
 
@@ -195,7 +196,7 @@ class StoredTiers:
         self.tiers = tuple(tiers)
         self._asked = dict(asked or {})
         self._clock = clock
-        self.states: dict[int, StoreState] = {}
+        self.states: dict[int, TierState] = {}
         """What the store last said of each tier."""
         self._on = dict.fromkeys(self.tiers, False)
         self._off = ""
@@ -244,7 +245,7 @@ class StoredTiers:
 
     def status(self, cause: str, now: float) -> StoreStatus:
         """How the store is; `searching` is said of the prefetches of one cause."""
-        states = [said.state for said in self.states.values()]
+        states = self.states.values()
         return StoreStatus(
             due=now >= self.next_due
             or bool(wait_any((), (self.link.descriptor,), deadline=None).descriptors),
@@ -262,7 +263,7 @@ class StoredTiers:
 
     def _is_each_known(self) -> bool:
         return all(
-            self._on[tier] or (tier in self.states and _is_off(self.states[tier].state))
+            self._on[tier] or (tier in self.states and _is_off(self.states[tier]))
             for tier in self.tiers
         )
 
@@ -270,18 +271,11 @@ class StoredTiers:
         """What the store last said of each tier, by its index."""
         unconfirmed = self.unconfirmed_resets
         return {
-            tier: StoreStatistics(
-                recovered=said.state.recovered,
-                blocks=said.state.blocks,
-                block_bytes=said.state.block_bytes,
-                capacity_bytes=said.state.capacity_bytes,
-                saves_dropped=said.state.saves_dropped,
-                blocks_corrupt=said.state.blocks_corrupt,
-                blocks_reclaimed=said.state.blocks_reclaimed,
-                generations_lost=said.state.generations_lost,
+            tier: msgspec.structs.replace(
+                msgspec.convert(state, StoreStatistics, from_attributes=True),
                 reset_confirmed=tier not in unconfirmed,
             )
-            for tier, said in self.states.items()
+            for tier, state in self.states.items()
         }
 
     def serves(self, effect: Copy | Abandon) -> bool:
@@ -413,7 +407,7 @@ class StoredTiers:
             case Voided():
                 yield from self._void(result)
             case StoreState():
-                self.states[result.tier] = result
+                self.states[result.tier] = result.state
                 yield from self._switch(result.tier)
             case StoreLost():
                 yield from chain(*(self._lose(tier, result) for tier in self.tiers))
@@ -434,7 +428,7 @@ class StoredTiers:
         if page.keys:
             yield Discovered(tier=page.tier, keys=page.keys, parents=page.parents)
         state = self.states.get(page.tier)
-        recovering = state is not None and state.state.recovered < 1
+        recovering = state is not None and state.recovered < 1
         # A store that is still reading its tables has more later: its next state brings us back.
         if page.tier in self._asked:
             return  # What it has is known by asking alone.
@@ -480,9 +474,8 @@ class StoredTiers:
         if self._off:
             yield from self._switch_off(tier, self._off)
             return
-        if not state.state.on:
-            starts = state.state.why == OPENING
-            yield from self._switch_off(tier, state.state.why, starts=starts)
+        if not state.on:
+            yield from self._switch_off(tier, state.why, starts=state.why == OPENING)
             return
         # It is on from the first page on: who waits for it finds what was stored last.
         is_asked = tier in self._asked and self._on[tier]

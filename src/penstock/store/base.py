@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from penstock.vocabulary.checksums import CellSpan
+from penstock.vocabulary.frames import Count, Text  # noqa: TC001 - msgspec reads them
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,24 +160,25 @@ class Page(NamedTuple):
     """Where the next page begins; `None`: this was the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierState:
-    """How a tier is, for health, metrics and people."""
+class TierState(
+    msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """How a tier is, for health, metrics and people, in the store process and on its way."""
 
     on: bool
-    why: str = ""
+    why: Text = ""
     """Why it is off."""
     recovered: float = 1.0
     """The share of what was there at the start that is known by now."""
-    blocks: int = 0
-    block_bytes: int = 0
+    blocks: Count = 0
+    block_bytes: Count = 0
     """Bytes of those blocks, as they are stored."""
-    capacity_bytes: int = 0
-    saves_dropped: int = 0
+    capacity_bytes: Count = 0
+    saves_dropped: Count = 0
     """Blocks that were not written because the tier was too slow."""
-    blocks_corrupt: int = 0
-    blocks_reclaimed: int = 0
-    generations_lost: int = 0
+    blocks_corrupt: Count = 0
+    blocks_reclaimed: Count = 0
+    generations_lost: Count = 0
     """How often the record of what resets have voided was lost or out of date, so that all that
     was there before counts as voided."""
 

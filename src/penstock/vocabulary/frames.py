@@ -13,7 +13,7 @@ a `PeerError`; never another exception.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -21,7 +21,17 @@ from penstock.errors import PeerError
 
 MessageT = TypeVar("MessageT")
 
+TEXT_MAX = 1000
+"""Causes and failures are for people to read, and are cut to this many characters."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+
 _encoder = msgspec.msgpack.Encoder()
+
+
+def short(text: str) -> str:
+    """A text as it may travel: cut to `TEXT_MAX`, without what cannot be encoded."""
+    return text[:TEXT_MAX].encode("utf-8", "replace").decode("utf-8")
 
 
 class FrameVersionError(PeerError):

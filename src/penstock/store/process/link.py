@@ -65,8 +65,8 @@ from penstock.store.process.messages import (
     PageAnswer,
     PageRequest,
     SaveRequest,
-    StateNotice,
     StorePing,
+    StoreState,
     VoidNotice,
     VoidRequest,
     VoidSeen,
@@ -75,7 +75,6 @@ from penstock.store.process.messages import (
     requests,
     split_keys,
     split_parents,
-    state_of,
 )
 from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.keys import KEY_BYTES
@@ -84,7 +83,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.machine.effects import Abandon
-    from penstock.store.base import TierState
     from penstock.store.process.client import SessionNews
     from penstock.store.process.messages import (
         AnyStoreAnswer,
@@ -207,13 +205,6 @@ class Voided(NamedTuple):
     generation: int
     own: bool = False
     """Whether this engine asked for it."""
-
-
-class StoreState(NamedTuple):
-    """How a tier is now."""
-
-    tier: int
-    state: TierState
 
 
 class StoreLost(NamedTuple):
@@ -582,8 +573,8 @@ class StoreLink:
                 self._take_blocks(answer)
             case VoidNotice() | GenerationNotice():
                 self._take_generation(answer)
-            case StateNotice():
-                self._results.append(StoreState(self._tier(answer.tier), state_of(answer)))
+            case StoreState():
+                self._results.append(StoreState(self._tier(answer.tier), answer.state))
             case OwnerWelcome() | OwnerWaiting():
                 self._take_greeting(answer)
             case _:

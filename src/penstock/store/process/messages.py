@@ -22,7 +22,6 @@ has changed.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -31,7 +30,7 @@ import numpy as np
 from penstock.cache.operations import BlockFault  # noqa: TC001 - msgspec reads it
 from penstock.errors import ConfigError, PeerError
 from penstock.store.base import DIGEST_BYTES, TierState
-from penstock.vocabulary.frames import FrameCodec
+from penstock.vocabulary.frames import Count, FrameCodec, Text
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - BATCH_BYTES
 """One message is refused when it is longer: it would not fit behind a batch that is nearly full."""
 MESSAGE_HEAD_BYTES = 64
 """What a message costs beside its keys, slots and texts, at most."""
-TEXT_MAX = 1000
-"""Causes and failures are for people to read, and are cut to this many characters."""
 ARENAS_MAX = 256
 TIERS_MAX = 16
 PAGE_KEYS_MAX = 1536
@@ -67,10 +64,8 @@ BLOCKS_MAX = (MESSAGE_BYTES_MAX - MESSAGE_HEAD_BYTES) // BLOCK_BYTES
 
 _SLOT = np.dtype("<i4")
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
 U64 = Count
 """MessagePack has no larger numbers."""
-Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 TierNumber = Annotated[int, msgspec.Meta(ge=0, lt=TIERS_MAX)]
@@ -257,20 +252,12 @@ class VoidNotice(StoreMessage, array_like=True, frozen=True, gc=False):
     """Why it may still be lost; if so, another notice follows."""
 
 
-class StateNotice(StoreMessage, array_like=True, frozen=True, gc=False):
-    """How a tier is now (`base.TierState`)."""
+class StoreState(StoreMessage, array_like=True, frozen=True, gc=False):
+    """How a tier is now."""
 
     tier: TierNumber
-    on: bool
-    why: Text
-    recovered: float
-    blocks: Count
-    block_bytes: Count
-    capacity_bytes: Count
-    saves_dropped: Count
-    blocks_corrupt: Count
-    blocks_reclaimed: Count
-    generations_lost: Count
+    """Where `StoreLink` passes it on: the tier's index."""
+    state: TierState
 
 
 class StorePong(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -301,7 +288,7 @@ AnyStoreAnswer = (
     | GoneNotice
     | GenerationNotice
     | VoidNotice
-    | StateNotice
+    | StoreState
     | StorePong
 )
 
@@ -368,24 +355,6 @@ def split_slots(raw: bytes, count: int) -> list[int]:
     return slots
 
 
-def short(text: str) -> str:
-    """A text as it may travel: cut to `TEXT_MAX`, without what cannot be encoded."""
-    return text[:TEXT_MAX].encode("utf-8", "replace").decode("utf-8")
-
-
-def state_notice(tier: int, state: TierState) -> StateNotice:
-    """The state of a tier as it travels."""
-    fields = {**asdict(state), "why": short(state.why)}
-    return StateNotice(tier, **fields)
-
-
-def state_of(notice: StateNotice) -> TierState:
-    """What `state_notice` was made of."""
-    fields = msgspec.structs.asdict(notice)
-    del fields["tier"]
-    return TierState(**fields)
-
-
 def answer_bytes(answer: AnyStoreAnswer) -> int:
     """About how many bytes an answer takes in a batch, and never fewer than it does."""
     match answer:
@@ -399,8 +368,8 @@ def answer_bytes(answer: AnyStoreAnswer) -> int:
             return MESSAGE_HEAD_BYTES + len(answer.keys)
         case OwnerWaiting(text) | SessionRefused(text) | VoidNotice(unkept=text):
             return MESSAGE_HEAD_BYTES + 4 * len(text)
-        case StateNotice():
-            return 2 * MESSAGE_HEAD_BYTES + 4 * len(answer.why)
+        case StoreState():
+            return 2 * MESSAGE_HEAD_BYTES + 4 * len(answer.state.why)
         case _:
             return MESSAGE_HEAD_BYTES
 

@@ -57,15 +57,14 @@ from penstock.store.process.messages import (
     SaveRequest,
     StorePing,
     StorePong,
+    StoreState,
     VoidRequest,
     VoidSeen,
     arena_name,
     requests,
-    short,
     split_keys,
     split_parents,
     split_slots,
-    state_notice,
 )
 from penstock.store.process.sessions import (
     VOIDING,
@@ -83,6 +82,7 @@ from penstock.tiers.host import HostTier
 from penstock.transport.base import Empty
 from penstock.transport.unix_sockets import Packet
 from penstock.vocabulary.form import Form
+from penstock.vocabulary.frames import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -413,7 +413,7 @@ class StoreServer:
         self._owners[session] = owner
         session.greeted = True
         for number, slot in enumerate(tiers):
-            session.answer(state_notice(number, slot.state()))
+            session.answer(StoreState(number, slot.state()))
             self._tell_generation(session, owner, number)
         self._check_owner(session, owner)
 
@@ -638,7 +638,7 @@ class StoreServer:
     def _send_state(self, slot: TierSlot, state: TierState) -> None:
         for session, owner in self._owners.items():
             if slot in owner.tiers:
-                session.answer(state_notice(owner.tiers.index(slot), state))
+                session.answer(StoreState(owner.tiers.index(slot), state))
 
     def _end_all(self) -> None:
         """Cancels what is in hand, lets the tiers end, and closes every session."""

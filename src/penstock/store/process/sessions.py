@@ -45,10 +45,10 @@ from penstock.store.process.messages import (
     answer_frames,
     answers,
     join_parents,
-    short,
     split_keys,
 )
 from penstock.transport.unix_sockets import receive_packet, send_packet
+from penstock.vocabulary.frames import short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

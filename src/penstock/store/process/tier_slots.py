@@ -18,9 +18,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from penstock.config.shared_stores import MooncakeSettings, ObjectSettings, RedisSettings
 from penstock.errors import ConfigError, PenstockError, UnavailableError, install_hint
@@ -29,6 +30,7 @@ from penstock.store.disk.format import load_cipher
 from penstock.store.disk.tier import DiskTier
 from penstock.store.process.messages import StoreTierConfig
 from penstock.store.shared.tier import SharedTier
+from penstock.vocabulary.frames import short
 
 if TYPE_CHECKING:
     from penstock.store.clients.blobs import BlobStore
@@ -239,9 +241,9 @@ class TierSlot:
         return None if self.tier is None else self.tier.generation(name)
 
     def state(self) -> TierState:
-        if self.tier is None:
-            return TierState(on=False, why=self.why)
-        return self.tier.state()
+        """With what is wrong as it may travel."""
+        state = TierState(on=False, why=self.why) if self.tier is None else self.tier.state()
+        return replace(state, why=short(state.why)) if state.why else state
 
     def news(self, now: float) -> TierState | None:
         """The state, if it is to be sent now."""
@@ -260,7 +262,7 @@ class TierSlot:
         """When `open` or `news` have something to do, though the tier is silent."""
         if self.tier is None:
             return self.retry_at if self._opening is None else math.inf
-        return self._sent_at + STATE_S if self.tier.state() != self._sent else math.inf
+        return self._sent_at + STATE_S if self.state() != self._sent else math.inf
 
     def close(self, deadline: float) -> None:
         if self._opening is not None:
