@@ -72,6 +72,16 @@ class BlobRead(NamedTuple):
     """All of the value is wanted, which may be shorter than the one range, from 0 on: then it is
     `READ`, and memory behind its end stays as it was."""
 
+    @property
+    def end(self) -> int:
+        """Where the last range ends."""
+        return max((offset + target.nbytes for offset, target in self.ranges), default=0)
+
+    @property
+    def shows_size(self) -> bool:
+        """Whether bytes that came show that the value is there and long enough."""
+        return bool(self.ranges) and all(each.target.nbytes for each in self.ranges)
+
 
 class BlobOutcome(Enum):
     """What came of reading one value."""
@@ -149,6 +159,20 @@ class BlobStore(Protocol):
     def close(self) -> None:
         """Gives everything back; no call is under way."""
         ...
+
+
+class BlobClient:
+    """What clients have in common that need not know which memory they will be given."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        """How many threads should call at once."""
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing: any memory will do."""
+
+    def unregister(self, memory: memoryview) -> None:
+        """Nothing."""
 
 
 def check_names(names: Sequence[object], *, timeout_s: float) -> float:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import UnavailableError
 from penstock.store.clients.blobs import (
     RECORD_BYTES_MAX,
+    BlobClient,
     BlobOutcome,
     BlobRange,
     BlobStoreError,
@@ -53,7 +54,7 @@ BUFFERS_MAX = 512
 """Of one system call; Linux takes 1,024."""
 
 
-class FolderBlobs:
+class FolderBlobs(BlobClient):
     """A `BlobStore` of files."""
 
     def __init__(self, folder: Path, *, threads: int = 8) -> None:
@@ -65,23 +66,13 @@ class FolderBlobs:
         root = os.fspath(folder)
         self._values, self._records = f"{root}/values", f"{root}/records"
         self._unfinished = f"{root}/unfinished"
-        self._threads = threads
+        super().__init__(threads)
         try:
             for each in (self._values, self._records, self._unfinished):
                 os.makedirs(each, exist_ok=True)
             self._remove_left_over()
         except OSError as error:
             raise UnavailableError(f"{folder} cannot be used: {error.strerror}") from error
-
-    @property
-    def threads(self) -> int:
-        return self._threads
-
-    def register(self, memory: memoryview) -> None:
-        """Nothing: files are read into any memory."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Nothing."""
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         timer = _Timer(check_names(names, timeout_s=timeout_s))

@@ -32,6 +32,7 @@ import numpy as np
 from penstock.config.shared_stores import MASTER
 from penstock.errors import UnavailableError, install_hint
 from penstock.store.clients.blobs import (
+    BlobClient,
     BlobOutcome,
     BlobRange,
     BlobRead,
@@ -88,7 +89,7 @@ class _Piece(NamedTuple):
     target: memoryview
 
 
-class MooncakeBlobs:
+class MooncakeBlobs(BlobClient):
     """A client of Mooncake Store. It connects when it is needed.
 
     Raises:
@@ -105,6 +106,7 @@ class MooncakeBlobs:
                 f"Mooncake Store needs its package: {install_hint('mooncake')} (without CUDA: "
                 f"mooncake-transfer-engine-non-cuda), and the system's libibverbs1: {problem}"
             ) from None
+        super().__init__(settings.threads)
         self._package: Any = store
         self._settings = settings
         self._staging_bytes = settings.staging_mib * MIB
@@ -119,25 +121,13 @@ class MooncakeBlobs:
             for start in range(0, whole.nbytes, self._staging_bytes)
         ]
 
-    @property
-    def threads(self) -> int:
-        """How many threads should call at once."""
-        return self._settings.threads
-
-    def register(self, memory: memoryview) -> None:
-        """Mooncake sees memory of this client alone."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Mooncake sees memory of this client alone."""
-
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         deadline = time.monotonic() + check_names(names, timeout_s=timeout_s)
         if not names:
             return []
-        with self._turn(deadline) as turn:
-            found: list[int] = turn.wait(
-                lambda: self._connected().batch_is_exist(list(names)), deadline
-            )
+        found: list[int] = self._call(
+            lambda: self._connected().batch_is_exist(list(names)), deadline
+        )
         self._require(found)
         return [each == 1 for each in found]
 
@@ -148,7 +138,7 @@ class MooncakeBlobs:
             reads = self._cut_to_size(reads, deadline)
         for pieces in self._shares(reads):
             self._read(pieces, outcomes, deadline)
-        unsure = [index for index, read in enumerate(reads) if not _shows_size(read)]
+        unsure = [index for index, read in enumerate(reads) if not read.shows_size]
         if unsure:
             self._look_at(reads, unsure, outcomes, deadline)
         return [outcome or BlobOutcome.READ for outcome in outcomes]
@@ -181,34 +171,30 @@ class MooncakeBlobs:
         deadline = time.monotonic() + check_names(names, timeout_s=timeout_s)
         if not names:
             return
-        with self._turn(deadline) as turn:
-            # By force: whoever was told that a value exists has a lease on it for some seconds.
-            codes: list[int] = turn.wait(
-                lambda: self._connected().batch_remove(list(names), True),  # noqa: FBT003
-                deadline,
-            )
+        # By force: whoever was told that a value exists has a lease on it for some seconds.
+        codes: list[int] = self._call(
+            lambda: self._connected().batch_remove(list(names), True),  # noqa: FBT003
+            deadline,
+        )
         self._require([code for code in codes if code not in MISSING])
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         deadline = time.monotonic() + check_names([name], timeout_s=timeout_s)
-        with self._turn(deadline) as turn:
-            stored: bytes | None = turn.wait(lambda: self._stored(name), deadline)
+        stored: bytes | None = self._call(lambda: self._stored(name), deadline)
         return None if stored is None else stored[NONCE_BYTES:]
 
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + check_record(name, record, timeout_s=timeout_s)
-        with self._turn(deadline) as turn:
-            did: bool = turn.wait(lambda: self._create(name, record, deadline), deadline)
+        did: bool = self._call(lambda: self._create(name, record, deadline), deadline)
         return did
 
     def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
         deadline = time.monotonic() + check_record(name, record, timeout_s=timeout_s)
         stored = secrets.token_bytes(NONCE_BYTES) + record
-        with self._turn(deadline) as turn:
-            code: int = turn.wait(
-                lambda: self._connected().upsert(name, stored, self._replication(pinned=True)),
-                deadline,
-            )
+        code: int = self._call(
+            lambda: self._connected().upsert(name, stored, self._replication(pinned=True)),
+            deadline,
+        )
         self._require([code])
 
     def close(self) -> None:
@@ -284,10 +270,9 @@ class MooncakeBlobs:
         """What came of reads that asked for no bytes, or for none at some place."""
         sizes = self._sizes([reads[index].name for index in chosen], deadline)
         for index, size in zip(chosen, sizes, strict=True):
-            end = max((each.offset + each.target.nbytes for each in reads[index].ranges), default=0)
             if size in MISSING:
                 outcomes[index] = BlobOutcome.MISSING
-            elif size < end:
+            elif size < reads[index].end:
                 outcomes[index] = outcomes[index] or BlobOutcome.SHORT
 
     def _cut_to_size(self, reads: Sequence[BlobRead], deadline: float) -> list[BlobRead]:
@@ -303,10 +288,9 @@ class MooncakeBlobs:
 
     def _sizes(self, names: Sequence[str], deadline: float) -> list[int]:
         """Of values; one of `MISSING` for those that are not there."""
-        with self._turn(deadline) as turn:
-            sizes: list[int] = turn.wait(
-                lambda: [self._connected().get_size(name) for name in names], deadline
-            )
+        sizes: list[int] = self._call(
+            lambda: [self._connected().get_size(name) for name in names], deadline
+        )
         self._require([size for size in sizes if size not in MISSING])
         return sizes
 
@@ -382,6 +366,10 @@ class MooncakeBlobs:
             if code < 0:
                 raise BlobStoreError(f"Mooncake Store at {self._settings.master} answers {code}")
 
+    def _call(self, work: Callable[[], Any], deadline: float) -> Any:  # noqa: ANN401 - Of any kind.
+        with self._turn(deadline) as turn:
+            return turn.wait(work, deadline)
+
     def _turn(self, deadline: float) -> _Turn:
         try:
             return _Turn(self._idle.get(timeout=max(0.0, deadline - time.monotonic())))
@@ -428,11 +416,6 @@ class MooncakeBlobs:
             raise BlobStoreError(
                 f"Mooncake Store at {self._settings.master} cannot be reached: {problem}"
             ) from None
-
-
-def _shows_size(read: BlobRead) -> bool:
-    """Whether bytes that came show that the value is there and long enough."""
-    return bool(read.ranges) and all(each.target.nbytes for each in read.ranges)
 
 
 class _Caller:

@@ -35,6 +35,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.store.clients.blobs import (
+    BlobClient,
     BlobOutcome,
     BlobStoreError,
     check_names,
@@ -271,7 +272,7 @@ def _credentials(settings: ObjectSettings) -> dict[str, Any]:
     return config
 
 
-class ObjectBlobs:
+class ObjectBlobs(BlobClient):
     """A `BlobStore` over an object store: several threads call, one thread speaks."""
 
     def __init__(
@@ -285,23 +286,13 @@ class ObjectBlobs:
         """Takes a store of obstore."""
         from penstock.store.clients.packed_objects import PackedObjects  # noqa: PLC0415  (an extra)
 
-        self._threads = threads
+        super().__init__(threads)
         self._objects = PackedObjects(store, refresh_s=refresh_s, linger_s=linger_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="object store", daemon=True
         )
         self._thread.start()
-
-    @property
-    def threads(self) -> int:
-        return self._threads
-
-    def register(self, memory: memoryview) -> None:
-        """Nothing: bytes are copied from memory of obstore."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Nothing."""
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         timeout_s = check_names(names, timeout_s=timeout_s)
@@ -431,8 +422,7 @@ def _foretold(read: BlobRead, place: ValuePlace | None) -> BlobOutcome:
     """What comes of a read if the object is what its manifest says."""
     if place is None:
         return BlobOutcome.MISSING
-    end = max((offset + target.nbytes for offset, target in read.ranges), default=0)
-    return BlobOutcome.READ if read.whole or end <= place.length else BlobOutcome.SHORT
+    return BlobOutcome.READ if read.whole or read.end <= place.length else BlobOutcome.SHORT
 
 
 def _runs(writes: Sequence[BlobWrite], there: set[str]) -> list[PackedValues]:

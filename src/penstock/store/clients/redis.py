@@ -32,6 +32,7 @@ from penstock.config.shared_stores import Node
 from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.store.clients.blobs import (
     RECORD_BYTES_MAX,
+    BlobClient,
     BlobOutcome,
     BlobStoreError,
     NotKeptError,
@@ -255,28 +256,17 @@ OF_THE_VALUE = frozenset({"WRONGTYPE"})
 """Errors of one name: somebody has put something there that is no value."""
 
 
-class RedisBlobs:
+class RedisBlobs(BlobClient):
     """A client of Redis. Its connections are opened when they are needed."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self._settings = settings
+        super().__init__(settings.threads)
         self._connections = RedisConnections(settings)
         self._cluster = _Cluster(settings, self._connections) if settings.cluster else None
         self._free = threading.BoundedSemaphore(settings.threads)
         self._warned = False
         ttl_s = settings.ttl_s
         self._options = [b"NX"] if not ttl_s else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
-
-    @property
-    def threads(self) -> int:
-        """How many threads should call at once; each has a connection."""
-        return self._settings.threads
-
-    def register(self, memory: memoryview) -> None:
-        """Sockets take any memory."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Sockets take any memory."""
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         timeout_s = check_names(names, timeout_s=timeout_s)
@@ -302,7 +292,7 @@ class RedisBlobs:
                 for asked, reply in counts
             )
             # Without a byte that was read nothing shows that the value is there.
-            outcomes.append(BlobOutcome.READ if enough and _is_plain(read) else None)
+            outcomes.append(BlobOutcome.READ if enough and read.shows_size else None)
         return self._explained(reads, outcomes, deadline)
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
@@ -424,10 +414,9 @@ class RedisBlobs:
                 found.append(outcome)
                 continue
             there, size = next(answers), next(answers)
-            end = max((each.offset + each.target.nbytes for each in read.ranges), default=0)
             if there != 1:
                 found.append(BlobOutcome.MISSING)
-            elif not isinstance(size, int) or (size < end and not read.whole):
+            elif not isinstance(size, int) or (size < read.end and not read.whole):
                 found.append(BlobOutcome.SHORT)
             else:
                 # Nothing was asked for, or there is nothing; or it came after it was read.
@@ -465,9 +454,7 @@ class RedisBlobs:
         if not commands:
             return []
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise BlobStoreError(
-                f"Redis: more than {self._settings.threads} threads wait for it at once"
-            )
+            raise BlobStoreError(f"Redis: more than {self.threads} threads wait for it at once")
         try:
             if self._cluster is not None:
                 replies = self._cluster.ask(names, commands, deadline, exchange)
@@ -496,11 +483,6 @@ class RedisBlobs:
         replies = wire.exchange(commands, deadline)
         self._connections.give_back(node, wire)
         return replies
-
-
-def _is_plain(read: BlobRead) -> bool:
-    """Whether the bytes that came show that the value is there and long enough."""
-    return bool(read.ranges) and all(each.target.nbytes for each in read.ranges)
 
 
 def _runs(ranges: Sequence[BlobRange]) -> list[list[BlobRange]]:
