@@ -61,12 +61,12 @@ from penstock.store.disk.index import DiskSegment, TableScan, check_rows, read_t
 from penstock.store.disk.io import expect_read, write_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from penstock.store.disk.format import DiskCipher
+    from penstock.store.disk.format import DiskCipher, Folder
     from penstock.store.disk.io import DiskCalls
 
 
@@ -370,13 +370,10 @@ class Generations:
         copy = self._read_copy()
         with self._lock:
             known = dict(self._of)
-            problem, listed = self._read(has_segments=bool(segments))
-            counts = {**listed, **known}
-            if known:
-                problem = ""  # This process knows it better than the file.
-            elif copy is None:
-                # A folder of an earlier version, where a space that is not listed has 0.
-                counts = {**dict.fromkeys(seen, 0), **counts}
+            problem, listed = read_listed(self._folder.fd, has_segments=bool(segments))
+            counts = {**counts_of(listed, copy, seen), **known}
+            if known:  # This process knows it better than the file.
+                problem, counts = "", {**listed, **known}
             problem = problem or find_later(counts, listed, copy or {}, seen)
             if problem:
                 self.times_lost += 1
@@ -390,16 +387,6 @@ class Generations:
                 name: counts[name] for name, before in known.items() if counts[name] != before
             }
             self._save()
-
-    def _read(self, *, has_segments: bool) -> tuple[str, dict[bytes, int]]:
-        """What is wrong with the file, if something is, and what it says."""
-        try:
-            listed = read_generations(self._folder.fd)
-        except ValueError as error:
-            return str(error), {}
-        if listed is None:
-            return f"{GENERATIONS_NAME} is missing" if has_segments else "", {}
-        return "", listed
 
     def _read_copy(self) -> dict[bytes, int] | None:
         """The second record; damage to it alone does no harm."""
@@ -479,6 +466,26 @@ class Generations:
         with self._lock:
             changed, self._changed = self._changed, {}
         return list(changed.items())
+
+
+def read_listed(folder: Folder, *, has_segments: bool) -> tuple[str, dict[bytes, int]]:
+    """What is wrong with the file of the generations, if something is, and what it says."""
+    try:
+        listed = read_generations(folder)
+    except ValueError as error:
+        return str(error), {}
+    if listed is None:
+        return f"{GENERATIONS_NAME} is missing" if has_segments else "", {}
+    return "", listed
+
+
+def counts_of(
+    listed: dict[bytes, int], copy: Mapping[bytes, int] | None, seen: Iterable[bytes]
+) -> dict[bytes, int]:
+    """Which generation of each space counts by the records."""
+    if copy is None:  # A folder of an earlier version, where a space that is not listed has 0.
+        return {**dict.fromkeys(seen, 0), **listed}
+    return listed
 
 
 def find_later(

@@ -23,7 +23,6 @@ from xxhash import xxh3_64_intdigest
 from penstock.movers.packing import PartsLibrary, load_parts_library
 from penstock.store.disk.format import (
     FILE_MODE,
-    PAGE_BYTES,
     ROW,
     ROW_BYTES,
     Geometry,
@@ -289,13 +288,36 @@ def read_table(segment: DiskSegment, calls: DiskCalls) -> NDArray[np.void]:
 
     Raises `OSError`: they cannot be read.
     """
-    raw = np.zeros(segment.slot_count * ROW_BYTES, dtype=np.uint8)
     fd = segment.open(os.O_RDONLY, calls)
     try:
-        read_all(fd, [raw.data], PAGE_BYTES, calls)
+        return read_rows(fd, 0, segment.slot_count, calls)
     finally:
         os.close(fd)
+
+
+def read_rows(fd: int, first: int, count: int, calls: DiskCalls) -> NDArray[np.void]:
+    """Rows of a table from a slot on; those after the end of the file are zeros.
+
+    Raises `OSError`: they cannot be read.
+    """
+    raw = np.zeros(count * ROW_BYTES, dtype=np.uint8)
+    read_all(fd, [raw.data], Geometry.row_offset(first), calls)
     return raw.view(ROW)
+
+
+def bytes_of(rows: NDArray[np.void], name: str) -> list[bytes]:
+    """A field of each row."""
+    size = rows.dtype[name].itemsize
+    joined = rows[name].tobytes()
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+def keys_of(rows: NDArray[np.void]) -> list[Key]:
+    return [each[:KEY_BYTES] for each in bytes_of(rows, "key")]
+
+
+def parents_of(rows: NDArray[np.void]) -> list[Key | None]:
+    return [each[:KEY_BYTES] if any(each) else None for each in bytes_of(rows, "parent")]
 
 
 def check_rows(

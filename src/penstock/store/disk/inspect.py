@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.store.disk.folder import find_later, generations_of
+from penstock.store.disk.folder import (
+    LOCK_NAME,
+    counts_of,
+    find_later,
+    generations_of,
+    read_listed,
+)
 from penstock.store.disk.format import (
     ASSOCIATED_BYTES,
     CIPHER_NONE,
@@ -32,7 +38,6 @@ from penstock.store.disk.format import (
     GENERATIONS_NAME,
     HEAD,
     PAGE_BYTES,
-    ROW,
     ROW_BYTES,
     Geometry,
     read_form,
@@ -42,8 +47,9 @@ from penstock.store.disk.format import (
     round_up,
     sound_rows,
 )
+from penstock.store.disk.index import bytes_of, keys_of, read_rows
+from penstock.store.disk.io import DiskCalls, read_bytes
 from penstock.vocabulary.checksums import CellSpan
-from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +61,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.form import Form
 
 SEGMENT_SUFFIX = ".segment"
-LOCK_NAME = "lock"
+CALLS = DiskCalls()
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NO_FILE = "is no regular file: a store ignores it"
 DAMAGES_NAMED = 100
@@ -211,7 +217,7 @@ class Inspection:
                 if what not in (_WHOLE, _TRAILER_ONLY, _CHANGED):
                     counts["damaged"] += 1
                     if len(damages) < DAMAGES_NAMED:
-                        key = _key_of(table.rows[slot]).hex()
+                        key = keys_of(table.rows[slot])[0].hex()
                         damages.append(BlockDamage(table.path.name, slot, key, what))
                 on_block(checker.block_bytes)
         return Verification(
@@ -270,7 +276,7 @@ class _BlockChecker:
                 return "the block does not open: its bytes or its tag were changed"
         found = self._span.sum_blocks(
             np.frombuffer(block, dtype=np.uint8).reshape(1, -1),
-            [_key_of(row)],
+            keys_of(row),
             self._form.checksum,
             salt=int(named["salt"]),
         )[0]
@@ -292,7 +298,9 @@ def _verify_table(table: _Table, checker: _BlockChecker) -> Iterator[tuple[int, 
     try:
         for slot in slots:
             at = first + slot * checker.slot_bytes
-            what = checker.check(table.rows[slot], _read(descriptor, checker.slot_bytes, at))
+            what = checker.check(
+                table.rows[slot], read_bytes(descriptor, checker.slot_bytes, at, CALLS)
+            )
             if what not in (_WHOLE, _TRAILER_ONLY) and not _still_stands(descriptor, table, slot):
                 what = _CHANGED
             # What is read once must not drive other files out of the page cache.
@@ -304,8 +312,8 @@ def _verify_table(table: _Table, checker: _BlockChecker) -> Iterator[tuple[int, 
 
 def _still_stands(descriptor: int, table: _Table, slot: int) -> bool:
     """Whether head and row are as they were when the table was read."""
-    head = _read(descriptor, HEAD.itemsize, 0)
-    row = _read(descriptor, ROW_BYTES, Geometry.row_offset(slot))
+    head = read_bytes(descriptor, HEAD.itemsize, 0, CALLS)
+    row = read_bytes(descriptor, ROW_BYTES, Geometry.row_offset(slot), CALLS)
     return head == table.head.tobytes() and row == table.rows[slot].tobytes()
 
 
@@ -373,20 +381,13 @@ def _read_generations(
     for head, rows in tables:
         for name, generation in generations_of(rows, sound_rows(rows, int(head["life"]))):
             seen.setdefault(name, set()).add(generation)
-    try:
-        listed = read_generations(folder)
-    except ValueError as damage:
-        return None, f"{damage}: no block counts"
-    if listed is None and has_segments:
-        return None, f"{GENERATIONS_NAME} is missing: no block counts"
+    problem, listed = read_listed(folder, has_segments=has_segments)
     try:
         copy = read_generations(folder, GENERATIONS_COPY_NAME)
     except ValueError:
         copy = None
-    counts = listed or {}
-    if copy is None:  # A folder of an earlier version, where a space that is not listed has 0.
-        counts = {**dict.fromkeys(seen, 0), **counts}
-    problem = find_later(counts, {}, copy or {}, seen)
+    counts = counts_of(listed, copy, seen)
+    problem = problem or find_later(counts, {}, copy or {}, seen)
     return (None, f"{problem}: no block counts") if problem else (counts, "")
 
 
@@ -415,12 +416,12 @@ class _Census:
         # Of copies in one segment the one in the highest slot counts.
         slots = np.flatnonzero(sound)[::-1]
         written = rows[slots]
-        spaces, keys = _bytes_of(written, "space"), _bytes_of(written, "key")
+        spaces, keys = bytes_of(written, "space"), keys_of(written)
         generations = written["generation"].tolist()
         for slot, space, generation, key in zip(
             slots.tolist(), spaces, generations, keys, strict=True
         ):
-            fate = self._fate(space, generation, (space, part, key[:KEY_BYTES]))
+            fate = self._fate(space, generation, (space, part, key))
             fates[fate] += 1
             if fate == "live":
                 live[slot] = True
@@ -483,11 +484,11 @@ def _read_segment(path: Path, forms: _FormFiles) -> tuple[SegmentReport, _Conten
         if not stat.S_ISREG(status.st_mode):
             return replace(report, file_bytes=0, problem=NO_FILE), None
         # Twice: the store may have been writing it.
-        page = _read(descriptor, PAGE_BYTES, 0)
+        page = read_bytes(descriptor, PAGE_BYTES, 0, CALLS)
         try:
             head = read_head(page)
             if head is None:
-                page = _read(descriptor, PAGE_BYTES, 0)
+                page = read_bytes(descriptor, PAGE_BYTES, 0, CALLS)
                 head = read_head(page)
         except ValueError as problem:
             return replace(report, problem=str(problem)), None
@@ -526,16 +527,11 @@ def _read_rows(descriptor: int, head: NDArray[np.void]) -> NDArray[np.void]:
     A row that does not hold may be half of what the store is writing now. It is read again, and if
     it has changed by then it counts as not written yet.
     """
-    size, life = int(head["slot_count"]) * ROW_BYTES, int(head["life"])
-
-    def read() -> NDArray[np.void]:
-        raw = _read(descriptor, size, Geometry.row_offset(0)).ljust(size, b"\0")
-        return np.frombuffer(bytearray(raw), dtype=ROW)
-
-    rows = read()
+    slots, life = int(head["slot_count"]), int(head["life"])
+    rows = read_rows(descriptor, 0, slots, CALLS)
     if _torn_rows(rows, life).any():
-        before, rows = rows, read()
-        rows[_torn_rows(rows, life) & (rows != before)] = np.zeros((), dtype=ROW)
+        before, rows = rows, read_rows(descriptor, 0, slots, CALLS)
+        rows[_torn_rows(rows, life) & (rows != before)] = np.zeros((), dtype=rows.dtype)
     return rows
 
 
@@ -565,27 +561,3 @@ class _FormFiles:
             and form.checksum.value.encode() == head["algorithm"]
         )
         return form if fits else None
-
-
-def _bytes_of(rows: NDArray[np.void], field: str) -> list[bytes]:
-    size = rows.dtype[field].itemsize
-    joined = rows[field].tobytes()
-    return [joined[at : at + size] for at in range(0, len(joined), size)]
-
-
-def _key_of(row: NDArray[np.void]) -> bytes:
-    key: bytes = row["key"].tobytes()
-    return key[:KEY_BYTES]
-
-
-def _read(descriptor: int, size: int, offset: int) -> bytes:
-    """Up to `size` bytes; fewer only where the file ends."""
-    pieces = []
-    while size > 0:
-        piece = os.pread(descriptor, size, offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        size -= len(piece)
-        offset += len(piece)
-    return b"".join(pieces)

@@ -225,6 +225,15 @@ def read_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) 
     return got
 
 
+def read_bytes(fd: int, size: int, offset: int, calls: DiskCalls) -> bytes:
+    """Up to `size` bytes; fewer only where the file ends.
+
+    Raises `OSError`: the kernel could not read them.
+    """
+    raw = bytearray(size)
+    return bytes(raw[: read_all(fd, [memoryview(raw)], offset, calls)])
+
+
 def expect_read(segment: DiskSegment, offset: int, length: int, calls: DiskCalls) -> None:
     """Has the kernel read what is asked for soon, so that the disk does not wait meanwhile."""
     with suppress(OSError):  # The read itself will tell.

@@ -33,8 +33,15 @@ from penstock.store.disk.format import (
     Geometry,
     write_form,
 )
-from penstock.store.disk.index import BlockIndex, DiskSegment, check_rows, read_table
-from penstock.vocabulary.keys import KEY_BYTES
+from penstock.store.disk.index import (
+    BlockIndex,
+    DiskSegment,
+    bytes_of,
+    check_rows,
+    keys_of,
+    parents_of,
+    read_table,
+)
 
 if TYPE_CHECKING:
     import threading
@@ -434,8 +441,8 @@ class SegmentPool:
         sound, _ = check_rows(rows, life, victim.part)
         rows = rows[dropped[sound[dropped]]]
         by_space: dict[Space, list[Key]] = {}
-        names, generations = _bytes_of(rows, "space"), rows["generation"].tolist()
-        for name, generation, key in zip(names, generations, _keys_of(rows), strict=True):
+        names, generations = bytes_of(rows, "space"), rows["generation"].tolist()
+        for name, generation, key in zip(names, generations, keys_of(rows), strict=True):
             by_space.setdefault(Space(name, generation), []).append(key)
         with self._lock:
             self._gone += [GoneBlocks(space, victim.part, keys) for space, keys in by_space.items()]
@@ -566,10 +573,8 @@ class SegmentPool:
                     continue
                 raise
             taken = slots[::-1][: limit - len(keys)]
-            keys += _keys_of(rows[taken])
-            nothing = bytes(KEY_BYTES)
-            found = _bytes_of(rows[taken], "parent")
-            parents += [each[:KEY_BYTES] if each[:KEY_BYTES] != nothing else None for each in found]
+            keys += keys_of(rows[taken])
+            parents += parents_of(rows[taken])
             if len(taken) < len(slots):
                 return Page(keys, parents, segment.age << CURSOR_BITS | int(taken[-1]))
         return Page(keys, parents, None)
@@ -587,13 +592,3 @@ class SegmentPool:
             if len(segment.digests) != len(digests):
                 return rows, np.zeros(0, dtype=np.intp)
             return rows, np.flatnonzero(wanted & (segment.digests == digests))
-
-
-def _bytes_of(rows: NDArray[np.void], name: str) -> list[bytes]:
-    size = rows.dtype[name].itemsize
-    joined = rows[name].tobytes()
-    return [joined[at : at + size] for at in range(0, len(joined), size)]
-
-
-def _keys_of(rows: NDArray[np.void]) -> list[Key]:
-    return [each[:KEY_BYTES] for each in _bytes_of(rows, "key")]

@@ -29,20 +29,18 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
-from penstock.store.disk.format import ROW, ROW_BYTES, Geometry, seal_rows
-from penstock.store.disk.index import make_rows
+from penstock.store.disk.format import ROW_BYTES, Geometry, seal_rows
+from penstock.store.disk.index import make_rows, parents_of, read_rows
 from penstock.store.disk.io import (
     AlignedMemory,
     Run,
     probe_direct,
-    read_all,
     read_run,
     write_all,
     write_run,
 )
 from penstock.store.disk.segments import NoRoomError
 from penstock.store.stored_tier import JobInHand, RunOfBlocks
-from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -214,14 +212,11 @@ class DiskThreads:
 
     def _parents_of(self, read: RunToRead) -> list[Key | None]:
         """What the rows of a read say, for blocks that are written again."""
-        rows = np.zeros(len(read.positions), dtype=ROW)
         fd = read.segment.open(os.O_RDONLY, self._calls)
         try:
-            read_all(fd, [rows.view(np.uint8).data], Geometry.row_offset(read.first), self._calls)
+            return parents_of(read_rows(fd, read.first, len(read.positions), self._calls))
         finally:
             os.close(fd)
-        parents = (row["parent"].tobytes()[:KEY_BYTES] for row in rows)
-        return [parent if any(parent) else None for parent in parents]
 
     def _write(self, write: RunToWrite, scratch: AlignedMemory) -> None:
         try:
