@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.store.base import Space, part_name
+from penstock.store.base import NO_KEY, Space, part_name
 from penstock.store.disk import format as disk_format
 from penstock.store.disk.format import ASSOCIATED_BYTES
 from penstock.vocabulary.checksums import CellSpan
@@ -149,7 +149,7 @@ class Segment:
             trailer = disk_format.read_trailer(self.trailer(slot))
             assert trailer is not None
             rows[slot]["key"] = key_field(key_of(number))
-            parent = key_of(self.numbers[slot - 1]) if slot else disk_format.NO_KEY
+            parent = key_of(self.numbers[slot - 1]) if slot else NO_KEY
             rows[slot]["parent"] = key_field(parent)
             rows[slot]["trailer_sum"] = trailer[0]["sum"]
             rows[slot]["slot"] = slot

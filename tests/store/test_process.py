@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
+from penstock.machine.events import Vanished
 from penstock.store.process.link import (
     STEP_KEYS_MAX,
     FoundInStore,
     Paged,
-    StoreGone,
     StoreState,
     Voided,
 )
@@ -169,7 +169,7 @@ def test_owners_are_told_of_blocks_that_gave_way(tmp_path: Path) -> None:
 
             engine.save([4])
 
-            assert engine.take(StoreGone) == StoreGone(DISK, [key_of(1)])
+            assert engine.take(Vanished) == Vanished(tier=DISK, keys=[key_of(1)])
 
 
 def test_blocks_that_gave_way_are_not_in_the_rest_of_a_page(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_blocks_that_gave_way_are_not_in_the_rest_of_a_page(tmp_path: Path) -> N
             first = engine.take(Paged)
 
             engine.save([count])
-            assert engine.take(StoreGone) == StoreGone(DISK, [key_of(0)])
+            assert engine.take(Vanished) == Vanished(tier=DISK, keys=[key_of(0)])
             engine.link.request_page(DISK)
 
             rest = engine.take(Paged)

@@ -48,7 +48,6 @@ from penstock.store.process.link import (
     FoundInStore,
     Paged,
     StoreBack,
-    StoreGone,
     StoreLost,
     Voided,
 )
@@ -396,14 +395,12 @@ class StoredTiers:
 
     def _events_of(self, result: StoreResult) -> Iterator[Event]:
         match result:
-            case CopyReport():
+            case CopyReport() | Vanished():
                 yield result
             case Paged():
                 yield from self._page(result)
             case FoundInStore():
                 yield from self._found(result)
-            case StoreGone():
-                yield Vanished(tier=result.tier, keys=result.keys)
             case Voided():
                 yield from self._void(result)
             case StoreState():

@@ -22,12 +22,16 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from penstock.vocabulary.checksums import CellSpan
 from penstock.vocabulary.frames import Count, Text  # noqa: TC001 - msgspec reads them
+from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from penstock.cache.operations import BlockFault
     from penstock.tiers.host import HostTier
@@ -37,8 +41,18 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 """Of spaces and parts."""
 PART_DOMAIN = b"penstock.part.v1"
+NO_KEY = bytes(KEY_BYTES)
+"""In place of the key of a block that has none before it."""
+KEY_FIELD_BYTES = 32
+"""What a key takes in a head, row or trailer: it has 16 bytes today, and zeros follow."""
 OPENING = "it is being opened"
 """Why a tier is off that will be on in a moment, or has another reason then."""
+
+
+def key_fields(keys: Sequence[Key | None]) -> NDArray[np.void]:
+    """Keys as they stand in heads, rows and trailers; zeros for none."""
+    joined = b"".join((key or b"").ljust(KEY_FIELD_BYTES, b"\0") for key in keys)
+    return np.frombuffer(joined, dtype=f"V{KEY_FIELD_BYTES}")
 
 
 class Space(NamedTuple):
@@ -72,6 +86,12 @@ class MappedArena:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "span", CellSpan.of(self.host.layout))
+
+    def blocks(self, slots: NDArray[np.int32], nbytes: int) -> list[NDArray[np.uint8]]:
+        """The first bytes of each of these slots, where they lie."""
+        memory, size = self.host.arena.bytes, self.host.slot_bytes
+        starts = (self.host.blocks_offset + slots.astype(np.int64) * size).tolist()
+        return [memory[start : start + nbytes] for start in starts]
 
 
 class SaveJob(NamedTuple):

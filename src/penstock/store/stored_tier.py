@@ -30,6 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+
 from penstock.cache.operations import BlockFault
 from penstock.movers.packing import PackedSums
 from penstock.store.base import EndedJob
@@ -37,8 +39,11 @@ from penstock.store.base import EndedJob
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from penstock.store.base import LoadJob, MappedArena, SaveJob
     from penstock.vocabulary.checksums import Algorithm
+    from penstock.vocabulary.keys import Key
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +87,16 @@ class RunOfBlocks:
 
     job: JobInHand
     positions: list[int]
+
+    @property
+    def keys(self) -> list[Key]:
+        return [self.job.job.keys[position] for position in self.positions]
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """Of the arena."""
+        slots = self.job.job.slots
+        return np.array([slots[position] for position in self.positions], dtype=np.int32)
 
     @property
     def all_unreadable(self) -> dict[int, BlockFault]:

@@ -49,7 +49,6 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.store.base import DIGEST_BYTES
 from penstock.vocabulary.checksums import SUM_BYTES, mix64_sums
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -277,8 +276,6 @@ def read_trailer(raw: bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]] | No
     return head, np.frombuffer(table, dtype="<u8").astype(np.uint64, copy=False)
 
 
-NO_KEY = bytes(KEY_BYTES)
-"""In place of the key of a block that has none before it."""
 assert DIGEST_BYTES == HEAD["part"].itemsize == ROW["space"].itemsize
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from penstock.movers.packing import PartsLibrary, load_parts_library
+from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     FILE_MODE,
     ROW,
@@ -28,7 +29,7 @@ from penstock.store.disk.format import (
     Geometry,
     sound_rows,
 )
-from penstock.store.disk.io import key_fields, read_all
+from penstock.store.disk.io import read_all
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:

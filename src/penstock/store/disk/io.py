@@ -24,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.cache.operations import BlockFault
 from penstock.movers.packing import load_parts_library
+from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     ASSOCIATED_BYTES,
     FILE_MODE,
@@ -51,7 +52,6 @@ RUN_SLOTS_MAX = 512
 """Two buffers a slot; Linux takes 1024 in one call."""
 PROBE_NAME = "probe"
 NONCE_BYTES = TRAILER_HEAD["nonce"].itemsize
-KEY_FIELD_BYTES = TRAILER_HEAD["key"].itemsize
 
 
 def open_within(name: str, flags: int, mode: int, folder: int) -> int:
@@ -148,7 +148,7 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
         _fill_blocks(run, room, heads)
     trailer_sums = _fill_trailers(run, room[:, -geometry.trailer_bytes :], heads)
     if in_place:
-        blocks = _arena_blocks(run)
+        blocks = run.arena.blocks(run.slots, run.arena.host.slot_bytes)
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
@@ -174,7 +174,7 @@ def read_run(
     step = geometry.trailer_bytes if in_place else geometry.slot_bytes
     room = scratch.room(count * step).reshape(count, step)
     if in_place:
-        blocks = _arena_blocks(run)
+        blocks = run.arena.blocks(run.slots, run.arena.host.slot_bytes)
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
@@ -258,18 +258,11 @@ def _is_page_sized(run: Run) -> bool:
     return run.arena.host.slot_bytes == run.geometry.trailer_offset
 
 
-def _arena_blocks(run: Run) -> list[NDArray[np.uint8]]:
-    host = run.arena.host
-    memory, size = host.arena.bytes, host.slot_bytes
-    starts = (host.blocks_offset + run.slots.astype(np.int64) * size).tolist()
-    return [memory[start : start + size] for start in starts]
-
-
 def _fill_blocks(run: Run, room: NDArray[np.uint8], heads: NDArray[np.void]) -> None:
     """Copies blocks into whole slots, encrypted if need be."""
     size = run.geometry.block_bytes
     room[:, size : run.geometry.trailer_offset] = 0
-    for position, block in enumerate(_arena_blocks(run)):
+    for position, block in enumerate(run.arena.blocks(run.slots, run.arena.host.slot_bytes)):
         if run.cipher is None:
             room[position, :size] = block[:size]
             continue
@@ -283,7 +276,7 @@ def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) 
     """Copies blocks out of whole slots, decrypted if need be."""
     size = run.geometry.block_bytes
     heads = room[:, run.geometry.trailer_offset :][:, :TRAILER_HEAD_BYTES]
-    for position, block in enumerate(_arena_blocks(run)):
+    for position, block in enumerate(run.arena.blocks(run.slots, run.arena.host.slot_bytes)):
         if position in bad:
             continue
         if run.cipher is None:
@@ -397,9 +390,3 @@ def _check_sums(
     for position, is_right in zip(positions, right.tolist(), strict=True):
         if not is_right:
             bad[position] = BlockFault.CORRUPT
-
-
-def key_fields(keys: Sequence[Key | None]) -> NDArray[np.void]:
-    """Keys as they stand in rows and trailers; zeros for none."""
-    joined = b"".join((key or b"").ljust(KEY_FIELD_BYTES, b"\0") for key in keys)
-    return np.frombuffer(joined, dtype=f"V{KEY_FIELD_BYTES}")

@@ -34,7 +34,8 @@ import msgspec
 
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
-from penstock.machine.events import CopyReport
+from penstock.machine.events import CopyReport, Vanished
+from penstock.store.base import Page
 from penstock.store.process.client import (
     MODULE,
     STARTING,
@@ -177,25 +178,10 @@ class Paged(NamedTuple):
     """The answer to `StoreLink.request_page`: some blocks, newest first."""
 
     tier: int
-    keys: list[Key]
-    parents: list[Key | None]
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
     last: bool
     """Whether that was all; if not, ask for the next page."""
-
-
-class _PageRest(NamedTuple):
-    """Blocks of a page that were not asked for yet."""
-
-    keys: list[Key]
-    parents: list[Key | None]
-    cursor: int | None
-
-
-class StoreGone(NamedTuple):
-    """A tier gave these blocks up."""
-
-    tier: int
-    keys: list[Key]
 
 
 class Voided(NamedTuple):
@@ -222,7 +208,7 @@ class StoreBack(NamedTuple):
 
 
 StoreResult = (
-    CopyReport | FoundInStore | Paged | StoreGone | Voided | StoreState | StoreLost | StoreBack
+    CopyReport | FoundInStore | Paged | Vanished | Voided | StoreState | StoreLost | StoreBack
 )
 
 
@@ -273,7 +259,8 @@ class StoreLink:
         self._finds: dict[int, _FindInHand] = {}
         self._question_number = 0
         self._cursors: dict[int, int | None] = {}
-        self._rests: dict[int, _PageRest] = {}
+        self._rests: dict[int, Page] = {}
+        """Blocks of a page that were not asked for yet."""
         self._rests_wanted: set[int] = set()
         self._resets = KnownResets()
         self._welcome = False
@@ -584,11 +571,11 @@ class StoreLink:
         tier, keys = self._tier(answer.tier), split_keys(answer.keys)
         if isinstance(answer, GoneNotice):
             self._drop_from_rest(tier, keys)
-            self._results.append(StoreGone(tier, keys))
+            self._results.append(Vanished(tier=tier, keys=keys))
         else:
             parents = split_parents(answer.parents, len(keys))
             self._cursors[tier] = answer.cursor
-            page = _PageRest(keys, parents, answer.cursor)
+            page = Page(keys, parents, answer.cursor)
             self._results.append(self._next_page(tier, page))
 
     def _take_generation(self, notice: VoidNotice | GenerationNotice) -> None:
@@ -601,12 +588,12 @@ class StoreLink:
             own = bool(notice.asked or notice.unkept)
             self._results.append(Voided(tier, notice.generation, own))
 
-    def _next_page(self, tier: int, page: _PageRest) -> Paged:
+    def _next_page(self, tier: int, page: Page) -> Paged:
         """As many blocks of a page as are returned at once; the rest waits to be asked for."""
         keys, parents = page.keys[:STEP_KEYS_MAX], page.parents[:STEP_KEYS_MAX]
         if len(page.keys) > STEP_KEYS_MAX:
             rest = page.keys[STEP_KEYS_MAX:], page.parents[STEP_KEYS_MAX:]
-            self._rests[tier] = _PageRest(*rest, page.cursor)
+            self._rests[tier] = Page(*rest, page.cursor)
         return Paged(tier, keys, parents, page.cursor is None and tier not in self._rests)
 
     def _drop_from_rest(self, tier: int, gone: Sequence[Key]) -> None:
@@ -615,7 +602,7 @@ class StoreLink:
         if rest is not None:
             went = set(gone)
             kept = [at for at, key in enumerate(rest.keys) if key not in went]
-            self._rests[tier] = _PageRest(
+            self._rests[tier] = Page(
                 [rest.keys[at] for at in kept], [rest.parents[at] for at in kept], rest.cursor
             )
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault  # noqa: TC001 - msgspec reads it
 from penstock.errors import ConfigError, PeerError
-from penstock.store.base import DIGEST_BYTES, TierState
+from penstock.store.base import DIGEST_BYTES, NO_KEY, TierState
 from penstock.vocabulary.frames import Count, FrameCodec, Text
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -55,8 +55,6 @@ PAGE_KEYS_MAX = 1536
 """Keys of one page: with their parents they fit into a message."""
 IN_ANOTHER_FORM = 2
 """In a `FindAnswer`: written in a form that the engine cannot read."""
-NO_PARENT = bytes(KEY_BYTES)
-"""In place of the key of a block that has none before it."""
 BLOCK_BYTES = 2 * KEY_BYTES + 4
 """What a block of a save costs: its key, its parent and its slot."""
 BLOCKS_MAX = (MESSAGE_BYTES_MAX - MESSAGE_HEAD_BYTES) // BLOCK_BYTES
@@ -314,8 +312,8 @@ answers: FrameCodec[list[AnyStoreAnswer]] = FrameCodec(
 def join_parents(parents: Sequence[Key | None], count: int) -> bytes:
     """Parents as they travel; `count` times none if there are none."""
     if not parents:
-        return NO_PARENT * count
-    return b"".join([each or NO_PARENT for each in parents])
+        return NO_KEY * count
+    return b"".join([each or NO_KEY for each in parents])
 
 
 def join_slots(slots: NDArray[np.int32]) -> bytes:
@@ -339,7 +337,7 @@ def split_parents(joined: bytes, count: int) -> list[Key | None]:
     """
     if len(joined) != count * KEY_BYTES:
         raise PeerError(f"parents have {len(joined)} bytes, must have {count * KEY_BYTES}")
-    return [None if each == NO_PARENT else each for each in split_keys(joined)]
+    return [None if each == NO_KEY else each for each in split_keys(joined)]
 
 
 def split_slots(raw: bytes, count: int) -> list[int]:

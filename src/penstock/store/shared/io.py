@@ -241,7 +241,7 @@ def write_values(
     piece, count = piece_of(run.arena), len(run.keys)
     fronts = memory.room(count * piece.front_bytes).reshape(count, -1)
     sums = run.arena.host.sums(run.slots)
-    blocks = blocks_of(run, piece.block_bytes)
+    blocks = blocks_of(run)
     if compress:
         blocks = _compressed(blocks)
     sizes = [block.nbytes for block in blocks]
@@ -322,7 +322,7 @@ def _read_ranges(
     """Reads blocks straight into the arena; those that are to be read whole, by position."""
     count = len(run.keys)
     room = memory.room(count * sum(part.piece.front_bytes for part in gathering.parts))
-    blocks = blocks_of(run, run.arena.host.layout.block_bytes)
+    blocks = blocks_of(run)
     reads: list[BlobRead] = []
     fronts: list[NDArray[np.uint8]] = []
     for part in gathering.parts:
@@ -363,7 +363,7 @@ def _place_whole(run: ValueRun, values: Sequence[WholeValues]) -> dict[int, Bloc
                 faults[position] = fault
             else:
                 faults.setdefault(position, fault)
-    for position, memory in enumerate(blocks_of(run, run.arena.host.layout.block_bytes)):
+    for position, memory in enumerate(blocks_of(run)):
         if position not in faults:
             block = np.frombuffer(memory, dtype=np.uint8)
             for each in values:
@@ -372,11 +372,9 @@ def _place_whole(run: ValueRun, values: Sequence[WholeValues]) -> dict[int, Bloc
     return faults
 
 
-def blocks_of(run: ValueRun, block_bytes: int) -> list[memoryview]:
-    host = run.arena.host
-    memory = host.arena.bytes.data
-    starts = (host.blocks_offset + run.slots.astype(np.int64) * host.slot_bytes).tolist()
-    return [memory[start : start + block_bytes] for start in starts]
+def blocks_of(run: ValueRun) -> list[memoryview]:
+    blocks = run.arena.blocks(run.slots, run.arena.host.layout.block_bytes)
+    return [each.data for each in blocks]
 
 
 def _reads_of(

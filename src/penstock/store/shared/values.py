@@ -29,10 +29,9 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from penstock.store.base import DIGEST_BYTES, part_name
+from penstock.store.base import DIGEST_BYTES, key_fields, part_name
 from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.form import Form
-from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.reshard import plan_reshard
 
@@ -52,7 +51,6 @@ MAGIC = b"PENSTOCK"
 VERSION = 1
 HEAD_BYTES = 256
 PREFIX = "penstock.v1"
-NO_PARENT = bytes(KEY_BYTES)
 CODEC_PLAIN, CODEC_PLANES = 0, 1
 """How the block of a value is stored: as it is, or by `block_codec`."""
 
@@ -151,7 +149,7 @@ def fill_fronts(
     heads["stored_bytes"], heads["cell_count"] = stored_bytes, piece.cell_count
     heads["codec"][heads["stored_bytes"] < piece.block_bytes] = CODEC_PLANES
     heads["block_tokens"] = piece.block_tokens
-    heads["parent"] = _key_fields([each or NO_PARENT for each in parents])
+    heads["parent"] = key_fields(parents)
     _name_heads(heads, space, piece, keys)
     room[:, HEAD_BYTES:] = sums.astype("<u8", copy=False).view(np.uint8).reshape(len(keys), -1)
     raw = heads.view(np.uint8).reshape(len(keys), HEAD_BYTES)
@@ -202,12 +200,7 @@ def _name_heads(
     heads: NDArray[np.void], space: Space, piece: ValuePiece, keys: Sequence[Key]
 ) -> None:
     heads["space"], heads["generation"] = np.void(space.name), space.generation
-    heads["piece"], heads["key"] = np.void(piece.name), _key_fields(keys)
-
-
-def _key_fields(keys: Sequence[Key]) -> NDArray[np.void]:
-    size = HEAD["key"].itemsize
-    return np.frombuffer(b"".join(key.ljust(size, b"\0") for key in keys), dtype=f"V{size}")
+    heads["piece"], heads["key"] = np.void(piece.name), key_fields(keys)
 
 
 def _sum_of(front: NDArray[np.uint8]) -> int:

@@ -10,8 +10,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob
 from penstock.store.clients.blobs import BlobStoreError
@@ -259,8 +257,7 @@ class SharedWorkers:
         chosen: dict[tuple[bytes, ...], list[int]] = {}
         with self._tier.lock:
             own = self._tier.own_of(self._tier.spaces.get(job.space.name), job.arena)
-            for place, position in enumerate(run.positions):
-                key = job.keys[position]
+            for place, key in enumerate(run.keys):
                 _, where = self._tier.known.get((job.space, own, key), (0.0, None))
                 chosen.setdefault(where.pieces if where else own, []).append(place)
         return chosen
@@ -325,7 +322,7 @@ class SharedWorkers:
 
     def _note_saved(self, run: RunOfBlocks, job: SaveJob, faults: dict[int, BlockFault]) -> None:
         own = self._tier.own_of(self._tier.spaces.get(job.space.name), job.arena)
-        keys = [job.keys[at] for place, at in enumerate(run.positions) if place not in faults]
+        keys = [key for place, key in enumerate(run.keys) if place not in faults]
         if len(own) == 1:
             self._tier.note(job.space, own, dict.fromkeys(keys, Where(own)))
         else:
@@ -338,14 +335,8 @@ def names_of(run: RunOfBlocks) -> list[str]:
     """Of the values of an engine's own pieces."""
     job = run.job.job
     piece = piece_of(job.arena)
-    return [value_name(job.space, piece, job.keys[each]) for each in run.positions]
+    return [value_name(job.space, piece, key) for key in run.keys]
 
 
 def _value_run(run: RunOfBlocks, job: SaveJob | LoadJob) -> ValueRun:
-    return ValueRun(
-        job.arena,
-        job.space,
-        [job.keys[position] for position in run.positions],
-        np.array([job.slots[position] for position in run.positions], dtype=np.int32),
-        job.salt,
-    )
+    return ValueRun(job.arena, job.space, run.keys, run.slots, job.salt)
