@@ -78,7 +78,7 @@ class Steps:
 
     def die(self) -> None:
         """As if the process were killed: nothing is written any more."""
-        os.close(self.tier.event)
+        os.close(self.tier.descriptor)
         self.tier.folder.close()
 
 

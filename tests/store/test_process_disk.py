@@ -119,14 +119,14 @@ def test_a_void_counts_as_done_when_it_outlives_the_process(store: StoreProcess)
 
         assert engine.load([1])[0].failure
         engine.until(lambda: any(is_off(each) for each in engine.results))
-        assert engine.link.unconfirmed_voids == {DISK}
+        assert engine.link.resets.unconfirmed == {DISK}
         # The process could not write it down: the next one finds what was there before.
         store.kill()
         generations.rmdir()
         generations.write_bytes(kept)
         store.start()
         assert isinstance(engine.take(Voided), Voided)
-        assert engine.link.unconfirmed_voids == set()
+        assert engine.link.resets.unconfirmed == set()
         assert engine.load([1])[0].faults == ((0, BlockFault.MISSING),)
 
 
@@ -148,7 +148,7 @@ def test_a_void_that_could_not_be_kept_is_kept_when_the_disk_is_well(store: Stor
         generations.rmdir()
 
         assert isinstance(engine.take(Voided), Voided)
-        assert engine.link.unconfirmed_voids == set()
+        assert engine.link.resets.unconfirmed == set()
         engine.save([2])
         assert engine.load([1])[0].faults == ((0, BlockFault.MISSING),)
         assert engine.load([2])[0].faults == ()
@@ -167,7 +167,7 @@ def test_a_void_asked_while_the_store_was_away_outlives_a_change_of_weights(
         engine.link.enter_space(bytes(16))
         store.start()
 
-        engine.until(lambda: not engine.link.unconfirmed_voids)
+        engine.until(lambda: not engine.link.resets.unconfirmed)
     with closing(StoreEngine(store.config, life=8)) as engine:
         engine.up()
         until_on(engine)

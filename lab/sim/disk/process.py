@@ -253,8 +253,8 @@ class WatchedTier(DiskTier):
 
     def abandon(self) -> None:
         """Gives the descriptors of a process that was killed back, those that it had."""
-        if hasattr(self, "event"):
-            os.close(self.event)
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
         if hasattr(self, "folder"):
             self.folder.close()
 

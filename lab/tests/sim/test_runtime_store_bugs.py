@@ -64,7 +64,7 @@ def plant_forgotten_voids(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = StoreLink._begin
 
     def begin_without_voids(self: StoreLink, now: float) -> None:
-        self._resets._asked.clear()
+        self.resets._asked.clear()
         begin(self, now)
 
     monkeypatch.setattr(StoreLink, "_begin", begin_without_voids)

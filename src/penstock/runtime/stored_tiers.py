@@ -353,12 +353,12 @@ class StoredTiers:
     @property
     def unconfirmed_resets(self) -> set[int]:
         """Tiers that have not confirmed a reset: it would be lost with this process."""
-        return self.link.unconfirmed_voids
+        return self.link.resets.unconfirmed
 
     @property
     def unkept_resets(self) -> dict[int, str]:
         """Those of them that count for all engines, with why the store may still lose them."""
-        return self.link.unkept_voids
+        return self.link.resets.unkept
 
     def enter_space_of(self, config: Config) -> None:
         """From now on the blocks of another model are meant; nothing of it is known yet.

@@ -155,7 +155,7 @@ class StoredTier(Generic[TaskT]):
         self.idle = threading.Condition(lock)
         """Of who waits for a job, or for a block that another one writes."""
         self.idle_workers = workers
-        self.event = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.descriptor = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.jobs: dict[int, JobInHand] = {}
         self.reads: deque[TaskT] = deque()
         self.writes: deque[TaskT] = deque()
@@ -175,10 +175,6 @@ class StoredTier(Generic[TaskT]):
         self._retry_at = 0.0
         self.saves_dropped = self.blocks_corrupt = 0
         self.running: list[threading.Thread] = []
-
-    @property
-    def descriptor(self) -> int:
-        return self.event
 
     # Jobs
 
@@ -245,7 +241,7 @@ class StoredTier(Generic[TaskT]):
 
     def signal(self) -> None:
         if not self.closed:
-            os.eventfd_write(self.event, 1)
+            os.eventfd_write(self.descriptor, 1)
 
     def has_news(self) -> bool:
         return bool(self.ended or self.state_changed)
@@ -254,7 +250,7 @@ class StoredTier(Generic[TaskT]):
         """Makes `descriptor` silent if all news was taken."""
         if not (self.closed or self.has_news()):
             with suppress(BlockingIOError):
-                os.eventfd_read(self.event)
+                os.eventfd_read(self.descriptor)
 
     # Whether it is on
 
@@ -371,7 +367,7 @@ class StoredTier(Generic[TaskT]):
         self.release(deadline, in_call=any(thread.is_alive() for thread in self.running))
         with self.lock:
             self.closed = True
-        os.close(self.event)
+        os.close(self.descriptor)
 
     def begin_end(self) -> None:
         """What `close` does first."""

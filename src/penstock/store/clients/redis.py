@@ -269,9 +269,9 @@ class RedisBlobs(BlobClient):
         self._options = [b"NX"] if not ttl_s else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
-        timeout_s = check_names(names, timeout_s=timeout_s)
+        deadline = time.monotonic() + check_names(names, timeout_s=timeout_s)
         commands = [command(b"EXISTS", name.encode()) for name in names]
-        return [reply == 1 for reply in self._ask(names, commands, timeout_s)]
+        return [reply == 1 for reply in self._ask(names, commands, deadline)]
 
     def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
         deadline = time.monotonic() + check_reads(reads, timeout_s=timeout_s)
@@ -281,7 +281,7 @@ class RedisBlobs(BlobClient):
             asked = _range_commands(read)
             names += [read.name] * len(asked)
             commands += asked
-        replies = iter(zip(commands, self._ask_until(names, commands, deadline), strict=True))
+        replies = iter(zip(commands, self._ask(names, commands, deadline), strict=True))
         outcomes: list[BlobOutcome | None] = []
         for read in reads:
             counts = [next(replies) for _ in _runs(read.ranges)]
@@ -297,7 +297,7 @@ class RedisBlobs(BlobClient):
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
         names = [write.name for write in writes]
-        timeout_s = check_names(names, timeout_s=timeout_s)
+        deadline = time.monotonic() + check_names(names, timeout_s=timeout_s)
         sizes = [sum(buffer.nbytes for buffer in write.buffers) for write in writes]
         chosen = [index for index, size in enumerate(sizes) if size <= VALUE_BYTES_MAX]
         commands = [
@@ -308,37 +308,36 @@ class RedisBlobs(BlobClient):
             "" if size <= VALUE_BYTES_MAX else f"has {size} bytes, Redis takes {VALUE_BYTES_MAX}"
             for size in sizes
         ]
-        replies = self._ask([names[index] for index in chosen], commands, timeout_s, strict=False)
+        replies = self._ask([names[index] for index in chosen], commands, deadline, strict=False)
         for index, reply in zip(chosen, replies, strict=True):
             if isinstance(reply, ErrorReply):
                 problems[index] = reply.text
         return problems
 
     def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
-        timeout_s = check_names(names, timeout_s=timeout_s)
-        self._ask(names, [command(b"UNLINK", name.encode()) for name in names], timeout_s)
+        deadline = time.monotonic() + check_names(names, timeout_s=timeout_s)
+        self._ask(names, [command(b"UNLINK", name.encode()) for name in names], deadline)
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
-        timeout_s = check_names([name], timeout_s=timeout_s)
+        deadline = time.monotonic() + check_names([name], timeout_s=timeout_s)
         # A range: what is longer than a record is none, and need not be read whole to know it.
         commands = [
             command(b"EXISTS", name.encode()),
             command(b"GETRANGE", name.encode(), b"0", b"%d" % (RECORD_BYTES_MAX - 1)),
         ]
-        there, record = self._ask([name] * 2, commands, timeout_s)
+        there, record = self._ask([name] * 2, commands, deadline)
         if there != 1:
             return None
         return record if isinstance(record, bytes) else b""
 
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
-        timeout_s = check_record(name, record, timeout_s=timeout_s)
+        deadline = time.monotonic() + check_record(name, record, timeout_s=timeout_s)
         commands = [command_of(name.encode(), [memoryview(record)], b"NX")]
-        (reply,) = self._ask([name], commands, timeout_s)
+        (reply,) = self._ask([name], commands, deadline)
         return reply == "OK"
 
     def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
-        timeout_s = check_record(name, record, timeout_s=timeout_s)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + check_record(name, record, timeout_s=timeout_s)
         unkept: list[str] = []
 
         def exchange(
@@ -352,7 +351,7 @@ class RedisBlobs(BlobClient):
             return replies
 
         commands = [command_of(name.encode(), [memoryview(record)])]
-        self._ask_until([name], commands, deadline, exchange=exchange)
+        self._ask([name], commands, deadline, exchange=exchange)
         if any(unkept):
             raise NotKeptError(unkept[0])
 
@@ -407,7 +406,7 @@ class RedisBlobs(BlobClient):
                 command(b"STRLEN", read.name.encode()),
             )
         ]
-        answers = iter(self._ask_until(names, commands, deadline))
+        answers = iter(self._ask(names, commands, deadline))
         found: list[BlobOutcome] = []
         for read, outcome in zip(reads, outcomes, strict=True):
             if outcome is not None:
@@ -426,16 +425,6 @@ class RedisBlobs(BlobClient):
         return found
 
     def _ask(
-        self,
-        names: Sequence[str],
-        commands: Sequence[RedisCommand],
-        timeout_s: float,
-        *,
-        strict: bool = True,
-    ) -> list[Reply]:
-        return self._ask_until(names, commands, time.monotonic() + timeout_s, strict=strict)
-
-    def _ask_until(
         self,
         names: Sequence[str],
         commands: Sequence[RedisCommand],

@@ -23,6 +23,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -370,20 +371,15 @@ class DiskThreads:
         tier = self._tier
         good = [write for write in writes if not write.failure]
         good.sort(key=lambda write: (write.segment.number, write.first))
-        at = 0
-        while at < len(good):
-            segment = good[at].segment
-            end = at
-            while end < len(good) and good[end].segment is segment:
-                end += 1
+        for segment, group in groupby(good, key=lambda write: write.segment):
+            its_writes = list(group)
             try:
-                self._write_rows_of(segment, good[at:end])
+                self._write_rows_of(segment, its_writes)
             except OSError as error:
                 why = f"writing rows failed: {error.strerror}"
                 self._switch_off(segment, why, error)
-                for write in good[at:end]:
+                for write in its_writes:
                     write.failure = why
-            at = end
         with tier.lock:
             self._end_writes(writes)
 

@@ -119,12 +119,12 @@ class KnownResets:
 
     @property
     def unconfirmed(self) -> set[int]:
-        """Tiers with a reset that was not confirmed."""
+        """Tiers in which blocks of before a reset are found again if this process ends now."""
         return {tier for tier, _ in self._asked}
 
     @property
     def unkept(self) -> dict[int, str]:
-        """Tiers with a reset that counts and may be lost, with why."""
+        """Those of them that count, with why the store may still lose them."""
         return {tier: why for (tier, _), why in self._unkept.items()}
 
     def take(self, tier: int, notice: VoidNotice) -> bool:
@@ -262,7 +262,8 @@ class StoreLink:
         self._rests: dict[int, Page] = {}
         """Blocks of a page that were not asked for yet."""
         self._rests_wanted: set[int] = set()
-        self._resets = KnownResets()
+        self.resets = KnownResets()
+        """What `void` has asked for, and what counts."""
         self._welcome = False
         self._silent = False
         self._told: StoreLost | StoreBack | None = None
@@ -354,22 +355,12 @@ class StoreLink:
     def void(self, tier: int) -> None:
         """Begins a new generation of this engine's blocks in a tier, now or when it is back.
 
-        It outlives this process once it was answered: see `unconfirmed_voids`.
+        It outlives this process once it was answered: see `resets`.
         """
-        self._resets.ask(tier, self._hello.space)
+        self.resets.ask(tier, self._hello.space)
         self._forget_pages(tier)
         if self._session.is_connected:
             self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
-
-    @property
-    def unconfirmed_voids(self) -> set[int]:
-        """Tiers in which blocks of before a `void` are found again if this process ends now."""
-        return self._resets.unconfirmed
-
-    @property
-    def unkept_voids(self) -> dict[int, str]:
-        """Those of them that count, with why the store may still lose them."""
-        return self._resets.unkept
 
     def name_arenas(self, arenas: Sequence[str]) -> None:
         """Names the hubs of the ranks anew: one of them was restarted."""
@@ -476,9 +467,9 @@ class StoreLink:
         self._heard_at = now
         self._pinged_at = None
         self._silent = False
-        again = self._resets.ask_again()
+        again = self.resets.ask_again()
         voids = [VoidRequest(self._numbers[tier], space) for tier, space in again]
-        known = self._resets.generations(self._indexes, self._hello.space)
+        known = self.resets.generations(self._indexes, self._hello.space)
         hello = msgspec.structs.replace(self._hello, generations=known)
         self._queue = [hello, *voids]
         self._queue_bytes = 0
@@ -581,8 +572,8 @@ class StoreLink:
     def _take_generation(self, notice: VoidNotice | GenerationNotice) -> None:
         tier = self._tier(notice.tier)
         if isinstance(notice, GenerationNotice):
-            self._resets.know(tier, self._hello.space, notice.generation)
-        elif self._resets.take(tier, notice) and notice.space == self._hello.space:
+            self.resets.know(tier, self._hello.space, notice.generation)
+        elif self.resets.take(tier, notice) and notice.space == self._hello.space:
             self._forget_pages(tier)
             self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
             own = bool(notice.asked or notice.unkept)
