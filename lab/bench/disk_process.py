@@ -113,7 +113,9 @@ class _Engine:
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
         form = _form()
         part = part_name(form, rank=0, rank_count=1, equal=False)
-        tier = StoreTierConfig(name="disk", kind="disk", folder=str(folder), size_bytes=size_bytes)
+        tier = StoreTierConfig(
+            name="disk", kind="disk", size_bytes=size_bytes, options={"path": str(folder)}
+        )
         config = StoreConfig(
             socket=str(folder.parent / "socket"), tiers=(tier,), log_level="warning"
         )

@@ -68,7 +68,10 @@ class StoreProcess:
         self.folder = folder
         folder.mkdir(exist_ok=True, parents=True)
         tier = StoreTierConfig(
-            name="disk", kind=kind, folder=str(folder), size_bytes=size_bytes, key_file=key_file
+            name="disk",
+            kind=kind,
+            size_bytes=size_bytes,
+            options={"path": str(folder), "key_file": key_file},
         )
         self.config = StoreConfig(socket=str(socket or folder / "socket"), tiers=(tier,))
         self.process: Forked | None = None

@@ -56,7 +56,9 @@ LARGEST_STATE = TierState(
     generations_lost=U64,
 )
 KEYS = [bytes([number + 1]) * KEY_BYTES for number in range(5)]
-TIER = StoreTierConfig(name="disk", kind="disk", folder="/var/cache/x", size_bytes=1 << 30)
+TIER = StoreTierConfig(
+    name="disk", kind="disk", size_bytes=1 << 30, options={"path": "/var/cache/x"}
+)
 
 
 def test_requests_are_read_as_they_were_written() -> None:

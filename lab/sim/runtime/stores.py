@@ -339,7 +339,10 @@ class Stores:
             socket=str(SOCKET),
             tiers=tuple(
                 StoreTierConfig(
-                    name=name, kind="disk", folder=str(self.folder / name), size_bytes=size_bytes
+                    name=name,
+                    kind="disk",
+                    size_bytes=size_bytes,
+                    options={"path": str(self.folder / name)},
                 )
                 for name in self.tier_names.values()
             ),

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
+from penstock.config.values import NOT_PERSISTED
 from penstock.errors import UnavailableError
 from penstock.machine.effects import Copy
 from penstock.machine.events import (
@@ -58,7 +58,7 @@ from penstock.transport.waiting import wait_any
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from penstock.config import Config, TierKind
+    from penstock.config import Config
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
     from penstock.store.base import TierState
@@ -97,7 +97,12 @@ def store_config(config: Config) -> StoreConfig | None:
     It listens in the folder of the first of them: engines that name the same folder share it.
     """
     tiers = tuple(
-        _tier_config(tier.name, kind)
+        StoreTierConfig(
+            name=tier.name,
+            kind=kind.name,
+            size_bytes=int(kind.gib * GIB),
+            options=dict(kind.options),
+        )
         for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True)
         if tier.stored
     )
@@ -106,20 +111,6 @@ def store_config(config: Config) -> StoreConfig | None:
     folders = [tier.folder.rstrip("/") for tier in tiers if tier.folder]
     return StoreConfig(
         socket=f"{folders[0] if folders else _own_folder(tiers)}/{SOCKET}", tiers=tiers
-    )
-
-
-def _tier_config(name: str, kind: TierKind) -> StoreTierConfig:
-    if kind.name in SHARED_KINDS:
-        return StoreTierConfig(name=name, kind=kind.name, options=dict(kind.options))
-    return StoreTierConfig(
-        name=name,
-        kind=kind.name,
-        folder=str(kind.options["path"]),
-        size_bytes=int(kind.gib * GIB),
-        threads=int(kind.options["threads"]),
-        key_file=str(kind.options["key_file"]),
-        ignore_other_versions=kind.options["other_versions"] == "reclaim",
     )
 
 

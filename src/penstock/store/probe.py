@@ -174,7 +174,9 @@ class TierProbe:
         folder = Path(config.folder) / f"probe-{secrets.token_hex(4)}"
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         disk = TIER_KINDS[config.kind](
-            structs.replace(config, folder=str(folder), size_bytes=DISK_BYTES)
+            structs.replace(
+                config, options={**config.options, "path": str(folder)}, size_bytes=DISK_BYTES
+            )
         )
         undo.callback(lambda: disk.close(deadline=time.monotonic() + WAIT_S))
         return disk

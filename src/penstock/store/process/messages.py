@@ -403,18 +403,15 @@ class StoreTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     name: str
     kind: str
-    folder: str = ""
-    """Of a disk tier."""
     size_bytes: int = 0
     """Of a disk tier."""
-    threads: int = 0
-    """0: as many as the kind takes by default."""
-    key_file: str = ""
-    """Of the encryption key; empty: not encrypted."""
-    ignore_other_versions: bool = False
-    """Whether files of another format version are reclaimed instead of refused."""
     options: dict[str, str | int | float | bool] = {}
-    """Of a shared store, as the configuration spells them: where it is, and who may read it."""
+    """As the configuration spells them: where it is, and who may read it."""
+
+    @property
+    def folder(self) -> str:
+        """Of a disk tier."""
+        return str(self.options.get("path", ""))
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -119,13 +119,14 @@ OpenTier = Callable[[StoreTierConfig], StoreTier]
 
 def open_disk(config: StoreTierConfig) -> StoreTier:
     """Opens a tier of the kind "disk"."""
-    cipher = load_cipher(Path(config.key_file)) if config.key_file else None
+    options = config.options
+    key_file = str(options.get("key_file", ""))
     return DiskTier(
         Path(config.folder),
         config.size_bytes,
-        threads=config.threads or DISK_THREADS,
-        cipher=cipher,
-        ignore_other_versions=config.ignore_other_versions,
+        threads=int(options.get("threads", DISK_THREADS)),
+        cipher=load_cipher(Path(key_file)) if key_file else None,
+        ignore_other_versions=options.get("other_versions") == "reclaim",
     )
 
 
