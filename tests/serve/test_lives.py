@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 from tests.serve.conftest import SOON_S, command, descendants, eventually, pids_of, serving
 
@@ -150,7 +151,7 @@ def killed_server_leaves_nothing(running: Running, *, processes: int) -> None:
         assert ended
 
 
-@pytest.mark.long  # What a killed rank costs is above; what no token was sent of, in test_router.
+@pytest.mark.long  # A killed rank is above; what no token was sent of is in test_router.
 def test_requests_without_a_token_yet_go_to_another_instance(model_folder: Path) -> None:
     with serving(model_folder, "--instances", "2", *SIZES) as running:
         victim = keeper_of(PREFIX, running)
