@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lab.fixtures.handoff_machines import sizes
 from lab.sim.checkers import SimulationError
 from penstock.handoff.protocol.states import HandoffOutcome
 
@@ -51,15 +52,15 @@ def check_drained(world: HandoffWorld) -> None:
     """
     for name in world.scene.prefill_ranks:
         rank = world.prefill_rank(name)
-        statistics = rank.machine.statistics()
+        held = sizes(rank.machine)
         if rank.writes or rank.ghosts:
             raise SimulationError("drain", f"{name} has writes left: {[*rank.writes]}")
-        if statistics.prompts or statistics.wants or statistics.writes_under_way:
-            raise SimulationError("drain", f"{name} has something left: {statistics}")
+        if held["prompts"] or held["wants"] or held["writes under way"]:
+            raise SimulationError("drain", f"{name} has something left: {held}")
     for name in world.scene.decode_ranks:
         target = world.decode_rank(name)
-        found = target.machine.statistics()
-        if target.takes or found.collecting or found.complete or found.ending:
+        if target.takes or target.machine.collections:
+            found = sizes(target.machine)
             raise SimulationError("drain", f"{name} has something left: {found}")
         if target.fences and not world.conditions.fence_on_death:
             raise SimulationError("drain", f"{name} waits for fences: {target.fences}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lab.explore.world import Violation
+from lab.fixtures.handoff_machines import clone, freeze
 from lab.worlds import actions as do
 from lab.worlds.scene import identity_of
 from penstock.handoff.protocol import effects as ef
@@ -106,13 +107,13 @@ class Actor(Generic[M]):
         """A copy that shares nothing that can change."""
         twin = object.__new__(type(self))
         twin.scene, twin.name, twin.identity = self.scene, self.name, self.identity
-        twin.machine = self.machine.clone()
+        twin.machine = clone(self.machine)
         self._clone_own(twin)
         return twin
 
     def freeze(self) -> Hashable:
         """Everything that decides what this actor will do."""
-        return (self.identity.life.incarnation, self.machine.freeze(), self._freeze_own())
+        return (self.identity.life.incarnation, freeze(self.machine), self._freeze_own())
 
     # ---------------------------------------------------------------- of each kind
 

@@ -141,7 +141,7 @@ class DecodeRankActor(Actor[DecodeRank]):
             return self.machine.part_spoiled(take, now)
         place = (take.handoff, take.epoch)
         self.slots[place] = self.slots.get(place, frozenset()) | {right}
-        return self.machine.part_taken(take, now)
+        return self.machine.parts_taken((take,), now)
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
         match effect:

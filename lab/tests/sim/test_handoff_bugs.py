@@ -114,7 +114,7 @@ def plant_unverified_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part counts, whatever its bytes are."""
 
     def taken_anyway(rank: DecodeRank, take: Take, now: float) -> list[AnyEffect]:
-        return rank.part_taken(take, now)
+        return rank.parts_taken((take,), now)
 
     monkeypatch.setattr(DecodeRank, "part_spoiled", taken_anyway)
 

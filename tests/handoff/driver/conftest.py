@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lab.fixtures.handoff_machines import freeze
 from lab.fixtures.handoff_pair import (
     LAYERS,
     SLOTS,
@@ -136,7 +137,7 @@ class World:
 
     def _activity(self) -> object:
         return [
-            (sum(d.machine.counts.values()), len(d.machine.timers), d.unsent, d.machine.freeze())
+            (sum(d.machine.counts.values()), len(d.machine.timers), d.unsent, freeze(d.machine))
             for d in self.parties.values()
         ]
 

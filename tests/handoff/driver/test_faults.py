@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from lab.fixtures.handoff_machines import freeze, sizes
 from lab.fixtures.handoff_pair import keys_of
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ def test_a_part_that_cannot_be_read_fails_its_handoff_alone(world: World, error:
     assert world.outcomes("decode") == {"bad": "failed_over", "good": "delivered"}
     assert world.outcomes("prefill") == {"bad": "failed_over", "good": "delivered"}
     assert world.is_right("good", here, range(40))
-    assert not any(each.machine.statistics().areas_poisoned for each in world.sending.values())
+    assert not any(sizes(each.machine)["areas poisoned"] for each in world.sending.values())
 
 
 def states_of(world: World) -> list[object]:
-    return [party.machine.freeze() for party in world.parties.values()]
+    return [freeze(party.machine) for party in world.parties.values()]
 
 
 KEYS = keys_of("a", 16, 4)

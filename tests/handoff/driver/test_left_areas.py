@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lab.fixtures.handoff_machines import sizes
 from lab.fixtures.handoff_pair import Shape
 from penstock.handoff.driver.party_driver import seal
 from penstock.handoff.protocol import messages as msg
@@ -56,7 +57,7 @@ def test_writes_that_were_queued_for_an_area_do_not_go_into_the_one_that_follows
     claim = claim_of(world, "a")
     rank = world.sending["prefill/0"]
     world.compute("a", [*reversed(range(TOKENS // 4))], range(TOKENS))
-    queued = rank.machine.statistics().writes_under_way
+    queued = sizes(rank.machine)["writes under way"]
     # Another claim of a later epoch, which wants nothing: so nothing may be written there.
     everything = claim.grid.everything.to_bytes(8, "little")
 

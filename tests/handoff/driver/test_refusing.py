@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.fixtures.handoff_machines import freeze
 from lab.fixtures.handoff_pair import SLOTS, Shape, directory_of, keys_of
 from penstock.errors import PeerError
 from penstock.handoff.driver.party_driver import (
@@ -76,13 +77,13 @@ def test_a_content_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("frame", [b"", b"\x05\0\0\0abc", b"\x03\0\0\0\x01\xc1\xc1", b"x" * 5000])
 def test_garbage_on_a_line_is_counted_and_harmless(world: World, frame: bytes) -> None:
-    before = world.sending["prefill/0"].machine.freeze()
+    before = freeze(world.sending["prefill/0"].machine)
 
     say(world, "decode/0", "prefill/0", frame)
     world.settle()
 
     assert world.sending["prefill/0"].refused["garbage"] == 1
-    assert world.sending["prefill/0"].machine.freeze() == before
+    assert freeze(world.sending["prefill/0"].machine) == before
 
 
 def test_nobody_speaks_in_another_ones_name(world: World) -> None:
@@ -117,7 +118,7 @@ def test_nobody_speaks_in_another_ones_name(world: World) -> None:
 def test_a_claim_that_makes_no_sense_is_refused(world: World, change: dict[str, Any]) -> None:
     claim, description = claim_of(world)
     rank = world.sending["prefill/0"]
-    before = rank.machine.freeze()
+    before = freeze(rank.machine)
     changed = dict(change)
     description = changed.pop("description", description)
     if "grid" in changed:
@@ -132,7 +133,7 @@ def test_a_claim_that_makes_no_sense_is_refused(world: World, change: dict[str, 
     rank.step()
 
     assert sum(rank.refused.values()) == 1
-    assert rank.machine.freeze() == before
+    assert freeze(rank.machine) == before
 
 
 def test_a_claim_of_more_than_its_area_holds_is_refused(world: World) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lab.fixtures.handoff_machines import sizes
 from lab.fixtures.handoff_pair import LAYERS, Shape, keys_of
 from penstock.handoff.driver.prefill_rank import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
@@ -75,7 +76,7 @@ def test_what_was_queued_for_an_earlier_life_is_not_read_from_reused_blocks(
 ) -> None:
     here = begin(world, "old")
     rank = world.sending["prefill/0"]
-    under_way = rank.machine.statistics().writes_under_way
+    under_way = sizes(rank.machine)["writes under way"]
 
     start_again(world)
     if seen:
@@ -88,7 +89,7 @@ def test_what_was_queued_for_an_earlier_life_is_not_read_from_reused_blocks(
     assert under_way > 1
     right = world.is_right("old", here, range(TOKENS))
     assert right or world.outcomes("decode").get("old") != "delivered"
-    assert rank.machine.statistics().writes_under_way == 0
+    assert sizes(rank.machine)["writes under way"] == 0
     assert "new" in rank.machine.prompts
 
 
@@ -135,7 +136,7 @@ def test_what_a_device_was_reading_for_an_earlier_life_is_forgotten(world: World
     assert rank.machine.counts["writes dropped"] > 0
     assert world.outcomes("decode").get("old") != "delivered"
     assert not world.is_right("old", here, range(TOKENS))
-    assert not rank.machine.statistics().areas_poisoned
+    assert not sizes(rank.machine)["areas poisoned"]
     assert "new" in rank.machine.prompts
 
 
@@ -143,7 +144,7 @@ def test_what_was_queued_is_not_read_from_blocks_that_a_prompt_has_lost(world: W
     here = begin(world, "r")
     rank = world.sending["prefill/0"]
     blocks = TOKENS // world.directory.plan.source_tokens
-    under_way = rank.machine.statistics().writes_under_way
+    under_way = sizes(rank.machine)["writes under way"]
 
     rank.restart("r")
     world.pools["prefill/0"].compute("other", [*range(blocks)], range(TOKENS), range(LAYERS))

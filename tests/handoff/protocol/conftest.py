@@ -322,7 +322,7 @@ class World:
         assert not gone, "a slot was written to after its handoff had ended"
         key = (name, take.handoff, take.epoch)
         self.slots.setdefault(key, set()).add((take.source.name, take.part))
-        self.do(name, lambda d: d.part_taken(take, self.now))
+        self.do(name, lambda d: d.parts_taken((take,), self.now))
 
     def fence_holds(self, index: int = 0) -> None:
         """A fence holds: what its writer has posted for the area lands never, and fails."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import freeze
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol.settings import HandoffBounds
 
@@ -32,7 +33,7 @@ def test_p17_after_a_failed_write_the_rest_goes_into_another_area(
 
     assert world.outcome("D") == ["delivered"]
     assert {key[2] for key in world.areas} == {1, 2}
-    assert world.parties["d0"].statistics().retired_bytes == 2048
+    assert world.parties["d0"].retired_bytes == 2048
     world.check_over()
 
 
@@ -89,7 +90,7 @@ def test_p19_memory_comes_back_only_behind_the_fence(make_world: type[World]) ->
 
     assert before
     assert area in world.given_back
-    assert world.parties["d0"].statistics().retired_bytes == 0
+    assert world.parties["d0"].retired_bytes == 0
 
 
 def test_p19_memory_that_our_own_mover_reads_stays_behind_the_fence(
@@ -127,17 +128,17 @@ def test_p18_an_area_without_memory_fails_the_handoff_over_and_is_free_at_once(
 
     assert world.outcome("D") == ["failed_over"]
     assert world.ended["D"][0].why == "no landing area for p0: full"
-    assert world.parties["d0"].statistics().retired_bytes == 0
+    assert world.parties["d0"].retired_bytes == 0
 
 
 def test_p18_an_area_that_is_not_open_cannot_fail(make_world: type[World]) -> None:
     world = make_world().busy()
-    before = world.parties["d0"].freeze()
+    before = freeze(world.parties["d0"])
 
     with pytest.raises(ValueError, match="area 2 of p0#0000000000000002 is not open"):
         world.parties["d0"].area_failed(world.parties["p0"].life, 2, 0.0, why="full")
 
-    assert world.parties["d0"].freeze() == before
+    assert freeze(world.parties["d0"]) == before
 
 
 def test_p18_what_lands_in_a_retired_area_is_not_believed(make_world: type[World]) -> None:
@@ -162,8 +163,7 @@ def test_p18_retired_memory_is_bounded(make_world: type[World]) -> None:
         world.do("d0", lambda d: d.suspect("p0", 0.0))
         world.run()
 
-    statistics = world.parties["d0"].statistics()
-    assert statistics.retired_bytes == statistics.retired_bytes_max == 2048
+    assert world.parties["d0"].retired_bytes == bounds.retired_bytes_max == 2048
     assert world.ended["D"][-1].why == "no landing area for p0: 2048 bytes are retired"
 
 
@@ -183,7 +183,7 @@ def test_p18_a_peer_that_is_suspected_again_and_again_costs_others_nothing(
     world.compute("other")
     world.run()
 
-    assert world.parties["d0"].statistics().retired_bytes == 3 * 1024
+    assert world.parties["d0"].retired_bytes == 3 * 1024
     assert world.outcome("D") == ["failed_over"] * 6 + ["delivered"]
 
 
@@ -296,4 +296,4 @@ def test_p21_an_effect_names_what_ends_it(make_world: type[World]) -> None:
         sums=b"",
     )
     with pytest.raises(ValueError, match="is not under way"):
-        world.parties["d0"].part_taken(take, 0.0)
+        world.parties["d0"].parts_taken((take,), 0.0)

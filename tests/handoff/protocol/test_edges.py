@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from lab.fixtures.shards import Shard
+from lab.fixtures.handoff_machines import sizes
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Identity, Life, form_facts, misfit
@@ -97,7 +98,7 @@ def test_p17_a_failed_write_of_an_area_that_was_left_does_not_poison_the_next(
     world.fail_write()
 
     assert not world.said(msg.Poisoned)
-    assert world.parties["p0"].statistics().areas_poisoned == 0
+    assert sizes(world.parties["p0"])["areas poisoned"] == 0
     world.run()
     assert world.outcome("D") == ["delivered"]
     assert {key[2] for key in world.areas} == {1, 2}
@@ -113,9 +114,8 @@ def test_p17_a_failed_write_to_a_target_that_is_gone_poisons_nothing(
 
     world.fail_write()
 
-    statistics = world.parties["p0"].statistics()
-    assert statistics.areas_poisoned == 0
-    assert statistics.counts["writes failed"] == 1
+    assert sizes(world.parties["p0"])["areas poisoned"] == 0
+    assert world.parties["p0"].counts["writes failed"] == 1
 
 
 def test_p17_poison_is_said_again_when_more_of_the_prompt_is_computed(
@@ -234,7 +234,7 @@ def test_p5_a_misfit_of_long_facts_is_never_longer_than_a_text_may_be() -> None:
 
 
 def refusals(world: World, name: str) -> dict[str, int]:
-    counts: dict[str, int] = world.parties[name].statistics().counts
+    counts: dict[str, int] = world.parties[name].counts
     return {what: count for what, count in counts.items() if what.startswith("refused")}
 
 
@@ -292,4 +292,4 @@ def test_p20_a_suspected_peer_is_counted_once(make_world: type[World]) -> None:
     for _ in range(2):
         world.do("d0", lambda d: d.suspect("p0", 0.0))
 
-    assert world.parties["d0"].statistics().counts["suspected"] == 1
+    assert world.parties["d0"].counts["suspected"] == 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from lab.fixtures.handoff_machines import freeze, sizes
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
@@ -178,12 +179,12 @@ def test_p2_wrong_local_input_raises_and_changes_nothing(
     make_world: type[World], act: object, problem: str
 ) -> None:
     world = begun(make_world)
-    before = {name: party.freeze() for name, party in world.parties.items()}
+    before = {name: freeze(party) for name, party in world.parties.items()}
 
     with pytest.raises(ValueError, match=problem):
         act(world)
 
-    assert {name: party.freeze() for name, party in world.parties.items()} == before
+    assert {name: freeze(party) for name, party in world.parties.items()} == before
 
 
 def test_p2_work_is_refused_while_a_rank_is_lost(make_world: type[World]) -> None:
@@ -207,14 +208,14 @@ def test_p23_beyond_the_bound_a_submit_is_refused_and_changes_nothing(
     for handoff in ("a", "b"):
         world.submit_prefill(handoff)
         world.submit_decode(handoff)
-    before = (world.parties["D"].freeze(), world.parties["P"].freeze())
+    before = (freeze(world.parties["D"]), freeze(world.parties["P"]))
 
     with pytest.raises(CapacityError):
         world.parties["D"].submit("c", 0.0, prefill="P", wanted={})
     with pytest.raises(CapacityError):
         world.parties["P"].submit("c", 0.0)
 
-    assert (world.parties["D"].freeze(), world.parties["P"].freeze()) == before
+    assert (freeze(world.parties["D"]), freeze(world.parties["P"])) == before
 
 
 def test_p23_a_rank_collects_no_more_handoffs_than_the_bound(make_world: type[World]) -> None:
@@ -227,7 +228,7 @@ def test_p23_a_rank_collects_no_more_handoffs_than_the_bound(make_world: type[Wo
     world.do("d0", lambda d: d.receive(msgspec.structs.replace(expect, handoff="c"), 0.0))
 
     assert sorted(handoff for handoff, _ in world.parties["d0"].collections) == ["a", "b"]
-    assert world.parties["d0"].statistics().counts["refused: too many handoffs"] == 1
+    assert world.parties["d0"].counts["refused: too many handoffs"] == 1
 
 
 def test_p23_parked_claims_and_questions_are_bounded(make_world: type[World]) -> None:
@@ -237,15 +238,15 @@ def test_p23_parked_claims_and_questions_are_bounded(make_world: type[World]) ->
         world.submit_decode(f"h{n}")
     world.run()
 
-    assert world.parties["p0"].statistics().wants == 2
-    assert world.parties["P"].statistics().awaited == 2
-    assert world.parties["p0"].statistics().counts["refused: no room to park a claim"] == 3
+    assert sizes(world.parties["p0"])["wants"] == 2
+    assert sizes(world.parties["P"])["awaited"] == 2
+    assert world.parties["p0"].counts["refused: no room to park a claim"] == 3
 
 
 def test_p23_strangers_beyond_the_bound_are_refused(make_world: type[World]) -> None:
     world = make_world(bounds=replace(SMALL, peer_count_max=2))
     machine = world.parties["d0"]
-    before = machine.freeze()
+    before = freeze(machine)
 
     for n in range(3):
         hello = msg.Hello(
@@ -256,8 +257,8 @@ def test_p23_strangers_beyond_the_bound_are_refused(make_world: type[World]) -> 
         )
         assert machine.receive(hello, 0.0) == []
 
-    assert machine.statistics().counts == {"refused: too many peers": 3}
-    assert machine.freeze() == before
+    assert machine.counts == {"refused: too many peers": 3}
+    assert freeze(machine) == before
 
 
 def test_p23_a_claim_that_found_no_room_is_made_again(make_world: type[World]) -> None:
@@ -315,7 +316,7 @@ def test_p23_a_claim_beyond_the_prompt_is_refused(make_world: type[World]) -> No
     world.run()
 
     assert not world.posted
-    assert world.parties["p0"].statistics().counts["refused: claim beyond the prompt"] == 1
+    assert world.parties["p0"].counts["refused: claim beyond the prompt"] == 1
 
 
 def test_p23_a_parked_claim_beyond_the_prompt_is_refused_when_that_comes(
@@ -327,7 +328,7 @@ def test_p23_a_parked_claim_beyond_the_prompt_is_refused_when_that_comes(
 
     world.submit_prefill()
 
-    assert world.parties["p0"].statistics().wants == 0
+    assert sizes(world.parties["p0"])["wants"] == 0
 
 
 def test_p23_a_close_without_an_answer_is_given_up(make_world: type[World]) -> None:

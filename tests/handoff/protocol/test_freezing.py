@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import books_of, clone, freeze
 from penstock.handoff.protocol.identity import Identity, Life
 from penstock.handoff.protocol.messages import Ping, Refused
 
@@ -29,28 +30,28 @@ def begun(world: World) -> World:
 
 def test_a_clone_goes_its_own_way(make_world: type[World]) -> None:
     world = begun(make_world(2, 2))
-    clones = {name: party.clone() for name, party in world.parties.items()}
-    before = {name: party.freeze() for name, party in world.parties.items()}
+    clones = {name: clone(party) for name, party in world.parties.items()}
+    before = {name: freeze(party) for name, party in world.parties.items()}
 
     world.compute()
     world.run()
 
-    assert {name: clone.freeze() for name, clone in clones.items()} == before
-    assert all(world.parties[name].freeze() != frozen for name, frozen in before.items())
+    assert {name: freeze(twin) for name, twin in clones.items()} == before
+    assert all(freeze(world.parties[name]) != frozen for name, frozen in before.items())
 
 
 def test_a_clone_behaves_like_the_original(make_world: type[World]) -> None:
     world = begun(make_world(2, 2))
     copy = begun(make_world(2, 2))
-    copy.parties = {name: party.clone() for name, party in copy.parties.items()}
+    copy.parties = {name: clone(party) for name, party in copy.parties.items()}
 
     for each in (world, copy):
         each.compute()
         each.run()
 
     assert copy.ended == world.ended
-    assert {n: p.freeze() for n, p in copy.parties.items()} == {
-        n: p.freeze() for n, p in world.parties.items()
+    assert {n: freeze(p) for n, p in copy.parties.items()} == {
+        n: freeze(p) for n, p in world.parties.items()
     }
 
 
@@ -62,7 +63,7 @@ def test_time_leaves_no_trace_in_a_frozen_state(make_world: type[World]) -> None
         begun(world)
 
     for name in early.names:
-        assert early.parties[name].freeze() == late.parties[name].freeze()
+        assert freeze(early.parties[name]) == freeze(late.parties[name])
         assert early.parties[name].next_deadline() != late.parties[name].next_deadline() or (
             early.parties[name].next_deadline() is None
         )
@@ -74,21 +75,21 @@ def test_a_resend_brings_a_machine_back_to_the_same_state(make_world: type[World
     for name, party in world.parties.items():
         for timer in party.armed():
             if timer[0] in ("resend", "notice"):
-                before = party.freeze()
+                before = freeze(party)
                 world.do(name, lambda p, t=timer: p.expire(t, world.now))
-                assert party.freeze() == before
+                assert freeze(party) == before
 
 
 def test_a_frozen_state_can_be_hashed(make_world: type[World]) -> None:
     world = begun(make_world(2, 2))
 
-    assert len({party.freeze() for party in world.parties.values()}) == len(world.parties)
+    assert len({freeze(party) for party in world.parties.values()}) == len(world.parties)
 
 
 def turned(party: Party) -> Party:
     """A machine with the same state, to which everything happened in another order."""
-    twin = party.clone()
-    for book in party.books:
+    twin = clone(party)
+    for book in books_of(party):
         setattr(twin, book, dict(reversed(getattr(party, book).items())))
     return twin
 
@@ -114,8 +115,8 @@ def answers(party: Party, world: World, heard: list[AnyMessage]) -> dict[str, ob
         inputs[f"message {number}"] = lambda p, m=message: p.receive(m, world.now)
     done: dict[str, object] = {}
     for name, act in inputs.items():
-        twin = party.clone()
-        done[name] = (list(act(twin)), twin.freeze())
+        twin = clone(party)
+        done[name] = (list(act(twin)), freeze(twin))
     return done
 
 
@@ -138,5 +139,5 @@ def test_machines_that_freeze_alike_do_the_same_in_the_same_order(
     for name, party in world.parties.items():
         heard = [message for message in world.wire if message.target.name == name]
         twin = turned(party)
-        assert twin.freeze() == party.freeze()
+        assert freeze(twin) == freeze(party)
         assert answers(twin, world, heard) == answers(party, world, heard)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import sizes
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
@@ -73,7 +74,7 @@ def test_p1_a_rank_without_its_claim_does_not_hold_up_the_other(make_world: type
     world.run()
 
     assert world.slots["d0", "h", 1] == {("p0", 0), ("p0", 1)}
-    assert world.parties["d0"].statistics().complete == 1
+    assert sizes(world.parties["d0"])["complete"] == 1
     assert not world.ended["D"]
 
 

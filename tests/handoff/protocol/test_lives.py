@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.fixtures.handoff_machines import freeze
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import Grid
@@ -66,7 +67,7 @@ def test_p5_a_misfit_fails_the_handoff_with_both_values(
 
     assert [e.outcome.value for e in world.ended["D"]] == ["failed_over"]
     assert world.ended["D"][0].why == "refused: weights is 'v1' here and 'v2' there"
-    assert machine.statistics().counts["refused: misfit"] == 1
+    assert machine.counts["refused: misfit"] == 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_p4_a_message_for_an_earlier_life_is_refused_and_answered_with_hello(
 
     world.deliver()
 
-    assert world.parties["d0"].statistics().counts == {"refused: for an earlier life": 1}
+    assert world.parties["d0"].counts == {"refused: for an earlier life": 1}
     assert isinstance(world.wire[-1], msg.Hello)
     assert world.wire[-1].target == world.parties["D"].life
 
@@ -155,7 +156,7 @@ def test_p4_a_message_from_an_earlier_life_is_refused(make_world: type[World]) -
 
     world.do("d0", lambda d: d.receive(late, 0.0))
 
-    assert world.parties["d0"].statistics().counts["refused: from another life"] == 1
+    assert world.parties["d0"].counts["refused: from another life"] == 1
     assert not world.takes
 
 
@@ -172,7 +173,7 @@ def test_p4_a_source_that_starts_again_is_another_life(make_world: type[World]) 
     world.run()
 
     assert world.outcome("D") == world.outcome("P") == ["failed_over"]
-    assert world.parties["d0"].statistics().retired_bytes == 2048
+    assert world.parties["d0"].retired_bytes == 2048
     assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
     world.check_over()
 
@@ -256,7 +257,7 @@ def test_p4_an_answer_from_before_the_present_life_was_met_is_asked_for_again(
     assert machine.life_of("d0") == present
     (asked,) = world.said(msg.Hello)
     assert asked.known == present.incarnation
-    assert machine.statistics().counts == {"refused: answers an earlier question": 1}
+    assert machine.counts == {"refused: answers an earlier question": 1}
 
 
 def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World]) -> None:
@@ -274,7 +275,7 @@ def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World])
 
     world.do("D", lambda d: d.receive(report, 0.0))
 
-    assert world.parties["D"].statistics().counts["refused: from the dead"] == 1
+    assert world.parties["D"].counts["refused: from the dead"] == 1
     assert not world.parties["D"].is_open("d0")
 
 
@@ -285,7 +286,7 @@ def test_p4_a_ping_is_answered(make_world: type[World]) -> None:
     world.do("P", lambda p: p.receive(ping, 0.0))
     world.run()
 
-    assert world.parties["D"].statistics().counts == {}
+    assert world.parties["D"].counts == {}
 
 
 def test_p4_a_machine_has_the_role_it_says(make_world: type[World]) -> None:
@@ -345,7 +346,7 @@ def test_p4_nothing_that_a_peer_says_raises(
         for party in world.parties.values():
             party.receive(message, 1.0)
 
-    assert all(isinstance(hash(party.freeze()), int) for party in world.parties.values())
+    assert all(isinstance(hash(freeze(party)), int) for party in world.parties.values())
 
 
 def test_p4_a_stop_of_a_dead_target_is_not_answered_to_its_next_life(

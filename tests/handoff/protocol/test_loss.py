@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import sizes
 from penstock.handoff.protocol import messages as msg
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def test_p9_one_claim_acknowledges_returns_a_berth_and_asks_for_the_rest(
 
     assert isinstance(claim, msg.Claim)
     assert claim.have == b"\x01"
-    assert rank.statistics().berths_with_target == 0
+    assert sizes(rank)["berths with target"] == 0
     assert [(w.write.part, w.write.berth) for w in world.posted] == [(1, 1), (2, 0)]
 
 
@@ -168,7 +169,7 @@ def test_p3_an_answer_never_puts_a_resend_off(make_world: type[World]) -> None:
     world.do("p0", lambda p: p.chunk_progress("h", tokens=4, now=world.now))
     world.run()
 
-    assert rank.statistics().counts["parts taken"] == 2
+    assert rank.counts["parts taken"] == 2
     assert rank.timers[timer] == due
 
 
@@ -249,7 +250,7 @@ def test_p6_a_report_of_an_earlier_epoch_does_not_count(make_world: type[World])
 
     assert world.outcome("D") == ["withdrawn"]
     assert world.parties["D"].claimed["h"].complete == 1
-    assert world.parties["D"].statistics().counts["refused: from another epoch"] > 0
+    assert world.parties["D"].counts["refused: from another epoch"] > 0
     world.do("p1", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
     world.run()
     assert world.outcome("D") == ["withdrawn", "delivered"]
@@ -292,7 +293,7 @@ def test_p6_a_claim_that_comes_after_its_stop_does_nothing(make_world: type[Worl
     world.do("p0", lambda p: p.receive(claim, 0.0))
     world.run()
 
-    assert world.parties["p0"].statistics().wants == 0
+    assert sizes(world.parties["p0"])["wants"] == 0
     assert world.outcome("P") == world.outcome("D") == ["cancelled"]
     world.check_over()
 
@@ -308,7 +309,7 @@ def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on
     world.do("p1", lambda p: p.receive(claims[0], 0.0))
     world.do("p1", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
 
-    assert world.parties["p1"].statistics().wants == 0
+    assert sizes(world.parties["p1"])["wants"] == 0
     assert not world.posted, "nobody waits for what would be written"
     world.submit_decode(epoch=2)
     world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
@@ -326,12 +327,12 @@ def test_p6_a_stop_of_an_earlier_epoch_does_not_end_a_later_claim(
     late = msg.Stop(sender=claim.sender, target=claim.target, handoff="h", epoch=1)
     world.submit_decode(epoch=2)
     world.run()
-    wanted = world.parties["p1"].statistics().wants
+    wanted = sizes(world.parties["p1"])["wants"]
     assert wanted > 0
 
     world.do("p1", lambda p: p.receive(late, 0.0))
 
-    assert world.parties["p1"].statistics().wants == wanted
+    assert sizes(world.parties["p1"])["wants"] == wanted
     world.do("p1", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
     assert world.posted, "what was computed is written without being claimed again"
     world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
@@ -398,7 +399,7 @@ def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too(
     world.compute()
     world.run_messages()
     prefill = world.parties["P"]
-    assert prefill.statistics().ready == 1
+    assert sizes(prefill)["ready"] == 1
 
     # No part gets through, but decode goes on asking.
     dues = []
@@ -407,7 +408,7 @@ def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too(
         world.run_messages()
         dues.append(prefill.timers["lease", "h"] - world.now)
 
-    assert prefill.statistics().ready == 1
+    assert sizes(prefill)["ready"] == 1
     assert min(dues) > lease_s - world.settings.times.resend_cap_s - 0.01
 
 
@@ -415,14 +416,14 @@ def test_p7_a_claim_whose_prompt_never_comes_is_forgotten(make_world: type[World
     world = make_world()
     world.submit_decode()
     world.run()
-    assert world.parties["p0"].statistics().wants == 1
-    assert world.parties["P"].statistics().awaited == 1
+    assert sizes(world.parties["p0"])["wants"] == 1
+    assert sizes(world.parties["P"])["awaited"] == 1
 
     world.drive(130)
 
     assert world.outcome("D") == ["expired"]
-    assert world.parties["p0"].statistics().wants == 0
-    assert world.parties["P"].statistics().awaited == 0
+    assert sizes(world.parties["p0"])["wants"] == 0
+    assert sizes(world.parties["P"])["awaited"] == 0
 
 
 def test_p7_a_question_that_comes_after_the_end_is_answered(make_world: type[World]) -> None:

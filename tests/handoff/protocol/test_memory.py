@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from lab.fixtures.handoff_machines import clone, freeze, sizes
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.settings import HandoffBounds
 
@@ -30,7 +31,7 @@ def test_p11_a_notice_alone_does_not_count(make_world: type[World]) -> None:
         world.deliver()
 
     assert len(world.takes) == 2
-    assert world.parties["d0"].statistics().collecting == 1
+    assert sizes(world.parties["d0"])["collecting"] == 1
 
 
 def test_p9_parts_that_are_taken_together_are_answered_by_one_claim(
@@ -42,12 +43,12 @@ def test_p9_parts_that_are_taken_together_are_answered_by_one_claim(
     while world.wire:
         world.deliver()
     rank, takes = world.parties["d0"], [take for _, take in world.takes]
-    one_by_one = rank.clone()
+    one_by_one = clone(rank)
 
     effects = rank.parts_taken(takes, 0.0)
-    last = [one_by_one.part_taken(take, 0.0) for take in takes][-1]
+    last = [one_by_one.parts_taken((take,), 0.0) for take in takes][-1]
 
-    assert rank.freeze() == one_by_one.freeze()
+    assert freeze(rank) == freeze(one_by_one)
     assert effects == last
     assert [type(each.message) for each in effects].count(msg.Claim) == 1
 
@@ -60,14 +61,14 @@ def test_p2_parts_that_are_not_all_under_way_are_refused_and_none_counts(
     while world.wire:
         world.deliver()
     rank, (_, take) = world.parties["d0"], world.takes[0]
-    before = rank.freeze()
+    before = freeze(rank)
 
     with pytest.raises(ValueError, match="name a berth twice"):
         rank.parts_taken([take, take], 0.0)
     with pytest.raises(ValueError, match="is not under way"):
         rank.parts_taken([take, msgspec.structs.replace(take, part=take.part + 1)], 0.0)
 
-    assert rank.freeze() == before
+    assert freeze(rank) == before
 
 
 def test_p11_a_part_that_is_not_intact_is_written_again(make_world: type[World]) -> None:
@@ -81,7 +82,7 @@ def test_p11_a_part_that_is_not_intact_is_written_again(make_world: type[World])
     world.run()
 
     assert world.outcome("D") == ["delivered"]
-    assert world.parties["d0"].statistics().counts["parts spoiled"] == 1
+    assert world.parties["d0"].counts["parts spoiled"] == 1
     world.check_over()
 
 
@@ -164,7 +165,7 @@ def test_p13_an_expect_that_was_overtaken_by_its_drop_begins_nothing(
 
     world.do("d0", lambda d: d.receive(expect, 0.0))
 
-    assert world.parties["d0"].statistics().collecting == 0
+    assert sizes(world.parties["d0"])["collecting"] == 0
     assert [m.report.value for m in world.said(msg.HandoffReport)] == ["dropped"]
 
 
@@ -260,7 +261,7 @@ def test_p15_a_stop_after_a_failed_write_is_answered_with_poisoned(
 
     assert stopped.poisoned
     assert [fence.generation for _, fence in world.fences] == [1]
-    assert world.parties["d0"].statistics().retired_bytes == 2048
+    assert world.parties["d0"].retired_bytes == 2048
 
 
 def test_p15_a_poisoned_stop_lets_others_go_on_in_another_area(make_world: type[World]) -> None:
@@ -310,7 +311,7 @@ def test_p16_a_prompt_that_was_released_before_it_was_admitted_is_left_alone(
     world.admit()
     world.do("p0", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
 
-    assert world.parties["p0"].statistics().prompts == 0
+    assert sizes(world.parties["p0"])["prompts"] == 0
 
 
 def moving_for_a_dead_scheduler(make_world: type[World]) -> World:
@@ -345,7 +346,7 @@ def test_p13_nothing_is_taken_for_a_scheduler_while_its_earlier_life_is_served(
     world.drive(5)
 
     assert taken_meanwhile == []
-    assert world.parties["d0"].statistics().counts["refused: moves for an earlier life"] == 1
+    assert world.parties["d0"].counts["refused: moves for an earlier life"] == 1
     assert world.outcome("D") == ["delivered"]
 
 

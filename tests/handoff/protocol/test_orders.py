@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from lab.fixtures.handoff_machines import clone, freeze
 from penstock.handoff.protocol.states import DecodeState, HandoffOutcome, PrefillState
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class Orders(RuleBasedStateMachine):
     @invariant()
     def machines_can_be_told_apart(self) -> None:
         for party in self.world.parties.values():
-            assert party.clone().freeze() == party.freeze()
+            assert freeze(clone(party)) == freeze(party)
 
     def teardown(self) -> None:
         """When all faults are over, everything ends, once."""

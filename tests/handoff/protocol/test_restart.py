@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import freeze
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.prefill_rank import PrefillRank
@@ -124,12 +125,12 @@ def test_p16_work_of_a_life_that_is_over_is_refused_and_changes_nothing(
     earlier = world.parties["P"].life.incarnation
     world.start("P")
     world.introduce("P", "p0")
-    before = rank_of(world).freeze()
+    before = freeze(rank_of(world))
 
     with pytest.raises(ValueError, match="a life of 'P' that is over"):
         admitted(rank_of(world), "late", earlier)
 
-    assert rank_of(world).freeze() == before
+    assert freeze(rank_of(world)) == before
 
 
 def test_p16_of_two_lives_that_were_never_heard_of_the_later_one_is_served(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import clone
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.party import RoundTrip
 from penstock.handoff.protocol.settings import HandoffTimes
@@ -218,7 +219,7 @@ def test_closing_is_measured_and_a_clone_measures_for_itself(make_world: type[Wo
     world = make_world().busy()
     decode = world.parties["D"]
     world.run()
-    twin = decode.clone()
+    twin = clone(decode)
 
     assert decode.round_trips["P"].mean_s == 0.0
     assert decode.round_trips["d0"].mean_s == 0.0

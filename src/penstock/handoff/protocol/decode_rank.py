@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
 from penstock.handoff.protocol.grid import to_bytes
-from penstock.handoff.protocol.party import Frozen, Party, PartyStatistics
+from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.states import (
     TARGET_MOVES,
     ReportStatus,
@@ -188,25 +188,10 @@ Key = tuple[str, int]
 """A handoff and an epoch."""
 
 
-class DecodeRankStatistics(PartyStatistics, frozen=True, kw_only=True):
-    """A decode rank."""
-
-    collecting: int
-    complete: int
-    ending: int
-    takes_under_way: int
-    landing_bytes: int
-    """Of areas in use."""
-    retired_bytes: int
-    """Of areas that wait for a fence: memory that nobody can use."""
-    retired_bytes_max: int
-
-
 class DecodeRank(Party):
     """One rank of a decode engine."""
 
     role = Role.DECODE_RANK
-    books = (*Party.books, "areas", "retired", "takes", "collections")
 
     def __init__(self, identity: Identity, settings: HandoffSettings, *, scheduler: str) -> None:
         super().__init__(identity, settings)
@@ -220,13 +205,6 @@ class DecodeRank(Party):
         """Our own moves out of berths."""
 
     # The local world.
-
-    def part_taken(self, take: Take, now: float) -> list[AnyEffect]:
-        """A part was verified and is in its slots; `take` is the effect that asked for it.
-
-        Raises `ValueError`: that is not under way.
-        """
-        return self.parts_taken((take,), now)
 
     def parts_taken(self, takes: Sequence[Take], now: float) -> list[AnyEffect]:
         """Parts were verified and are in their slots: one claim answers all those of a source.
@@ -334,30 +312,6 @@ class DecodeRank(Party):
     def retired_bytes(self) -> int:
         """Bytes of areas that wait for a fence."""
         return len(self.retired) * self.settings.bounds.area_bytes
-
-    def statistics(self) -> DecodeRankStatistics:
-        """Counts and sizes, as a frozen value."""
-        states = [collection.state for collection in self.collections.values()]
-        return DecodeRankStatistics(
-            collecting=states.count(TargetState.COLLECTING),
-            complete=states.count(TargetState.COMPLETE),
-            ending=len(states)
-            - states.count(TargetState.COLLECTING)
-            - states.count(TargetState.COMPLETE),
-            takes_under_way=len(self.takes),
-            landing_bytes=self.open_bytes,
-            retired_bytes=self.retired_bytes,
-            retired_bytes_max=self.settings.bounds.retired_bytes_max,
-            counts=dict(sorted(self.counts.items())),
-        )
-
-    def _freeze(self) -> Frozen:
-        return (
-            tuple(sorted(self.collections.items())),
-            tuple(sorted(self.areas.items())),
-            tuple(sorted(self.retired.items())),
-            tuple(sorted((berth, take.handoff, take.epoch) for berth, take in self.takes.items())),
-        )
 
     # Messages.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import HandoffEnded
-from penstock.handoff.protocol.party import Party, PartyStatistics
+from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.states import (
     DECODE_MOVES,
     DecodeMove,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.party import TimerKey
     from penstock.handoff.protocol.settings import HandoffSettings
 
 
@@ -65,21 +65,10 @@ class Claimed(NamedTuple):
     close_count: int = 0
 
 
-class DecodeSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
-    """A decode scheduler."""
-
-    claiming: int
-    ending: int
-    closing: int
-    outcomes: Mapping[str, int]
-    """HandoffEnded handoffs by outcome."""
-
-
 class DecodeScheduler(Party):
     """The scheduler of a decode engine with any number of ranks."""
 
     role = Role.DECODE_SCHEDULER
-    books = (*Party.books, "claimed", "outcomes")
 
     def __init__(
         self, identity: Identity, settings: HandoffSettings, *, ranks: tuple[str, ...]
@@ -90,7 +79,6 @@ class DecodeScheduler(Party):
         self.ranks = ranks
         self.everyone = (1 << len(ranks)) - 1
         self.claimed: dict[str, Claimed] = {}
-        self.outcomes: dict[str, int] = {}
 
     # The engine.
 
@@ -156,22 +144,8 @@ class DecodeScheduler(Party):
             self._give_up(handoff, HandoffOutcome.WITHDRAWN, "withdrawn")
         return self.effects
 
-    def statistics(self) -> DecodeSchedulerStatistics:
-        """Counts and sizes, as a frozen value."""
-        states = [claimed.state for claimed in self.claimed.values()]
-        return DecodeSchedulerStatistics(
-            claiming=states.count(DecodeState.CLAIMING),
-            ending=states.count(DecodeState.ENDING),
-            closing=states.count(DecodeState.CLOSING),
-            outcomes=dict(sorted(self.outcomes.items())),
-            counts=dict(sorted(self.counts.items())),
-        )
-
-    def _freeze(self) -> Frozen:
-        return (tuple(self._by_name()),)
-
     def _by_name(self) -> list[tuple[str, Claimed]]:
-        """All handoffs in the order of their names, as `freeze` has them."""
+        """All handoffs in the order of their names."""
         return sorted(self.claimed.items(), key=_name)
 
     def _require_new(self, handoff: str, epoch: int) -> None:
@@ -317,7 +291,6 @@ class DecodeScheduler(Party):
         claimed = self.claimed[handoff]
         assert claimed.outcome is not None
         delivered = claimed.outcome is HandoffOutcome.DELIVERED
-        self.outcomes[claimed.outcome.value] = self.outcomes.get(claimed.outcome.value, 0) + 1
         self._disarm(("deadline", handoff))
         self.effects.append(
             HandoffEnded(

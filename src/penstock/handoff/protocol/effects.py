@@ -5,7 +5,7 @@
 | `Send`         | all             | the channel to `message.target`   | nothing: P3              |
 | `Write`        | prefill rank    | the transport, then the notice    | `write_done/_failed`     |
 | `AbandonWrite` | prefill rank    | its blocks are read no more       | at once; `write_dropped` |
-| `Take`         | decode rank     | verify, then the rank's own mover | `part_taken/_spoiled`    |
+| `Take`         | decode rank     | verify, then the rank's own mover | `parts_taken/_spoiled`   |
 | `OpenArea`     | decode rank     | memory that one peer can write to | at once; `area_failed`   |
 | `Fence`        | decode rank     | the transport, until it holds     | `fenced`                 |
 | `FreeArea`     | decode rank     | that memory is given back         | at once                  |

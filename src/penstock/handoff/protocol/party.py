@@ -29,9 +29,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
-
-import msgspec
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Send
@@ -39,7 +37,7 @@ from penstock.handoff.protocol.identity import COLLEAGUES, Identity, Life, Misfi
 from penstock.handoff.protocol.states import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Hashable, Iterable
 
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.settings import HandoffSettings, HandoffTimes
@@ -192,7 +190,6 @@ class Liveness:
         )
 
 
-Frozen = tuple[object, ...]
 TimerKey = tuple[str, ...]
 """What a timer is for, e.g. `("resend", handoff)`."""
 
@@ -222,26 +219,10 @@ class Peer(NamedTuple):
     """Its earlier lives, the latest last."""
 
 
-class PartyStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and sizes of a machine, as a frozen value."""
-
-    counts: Mapping[str, int]
-    """What happened how often since the start; refused messages as `refused: …`, by reason."""
-
-
 class Party(ABC):
     """One party of handoffs; the four machines are its children."""
 
     role: ClassVar[Role]
-    books: ClassVar[tuple[str, ...]] = (
-        "peers",
-        "timers",
-        "tries",
-        "round_trips",
-        "remembered",
-        "counts",
-    )
-    """Names of the dictionaries that make up the state: `clone` copies them."""
 
     def __init__(self, identity: Identity, settings: HandoffSettings) -> None:
         if identity.role is not self.role:
@@ -261,6 +242,7 @@ class Party(ABC):
         self.remembered: dict[tuple[str, ...], tuple[int, str]] = {}
         """The ends of handoffs that are over: an epoch, and why."""
         self.counts: dict[str, int] = {}
+        """What happened how often since the start; refused messages as `refused: …`, by reason."""
         self.now = 0.0
         """The time of the input that is being dealt with."""
         self.effects: list[AnyEffect] = []
@@ -362,31 +344,6 @@ class Party(ABC):
             self._peer_refused(name, why=f"refused: {problem}")
         return self.effects
 
-    def clone(self) -> Self:
-        """A second machine in the same state; the two share nothing that changes."""
-        # Written out because explorers do it a million times: `copy.copy` takes four times as long.
-        twin = object.__new__(type(self))
-        state = self.__dict__.copy()
-        for book in self.books:
-            state[book] = state[book].copy()
-        state["effects"] = []
-        twin.__dict__ = state
-        return twin
-
-    def freeze(self) -> Frozen:
-        """The state as nested tuples: machines that freeze alike behave alike.
-
-        Left out are the times (which timers run decides what may happen; when they are due does
-        not) and the counts.
-        """
-        return (
-            self.life,
-            tuple(sorted(self.peers.items(), key=_first)),
-            tuple(sorted(self.timers)),
-            tuple(sorted(self.remembered.items())),
-            *self._freeze(),
-        )
-
     def is_open(self, name: str) -> bool:
         """Whether this party is known, fits, and is thought to be there."""
         peer = self.peers.get(name)
@@ -436,9 +393,6 @@ class Party(ABC):
     @abstractmethod
     def _peer_refused(self, name: str, *, why: str) -> None:
         """A peer refused us, or does not fit us."""
-
-    @abstractmethod
-    def _freeze(self) -> Frozen: ...
 
     # Lives.
 
@@ -669,10 +623,6 @@ class Party(ABC):
 
     def _send(self, message: msg.AnyMessage) -> None:
         self.effects.append(Send(message=message))
-
-
-def _first(item: tuple[str, object]) -> str:
-    return item[0]
 
 
 def _identity(greeting: msg.Hello | msg.Welcome) -> Identity | None:

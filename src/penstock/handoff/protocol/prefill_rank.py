@@ -24,14 +24,14 @@ Invariants:
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvariantViolation
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import AbandonWrite, Write
 from penstock.handoff.protocol.grid import from_bytes
 from penstock.handoff.protocol.identity import Identity, Life, WriteId
-from penstock.handoff.protocol.party import Frozen, Party, PartyStatistics, Standing
+from penstock.handoff.protocol.party import Party, Standing
 from penstock.handoff.protocol.states import WANT_MOVES, Role, WantMove, WantState, advance
 
 if TYPE_CHECKING:
@@ -144,24 +144,10 @@ class Posted(NamedTuple):
     sums: bytes = b""
 
 
-class PrefillRankStatistics(PartyStatistics, frozen=True, kw_only=True):
-    """A prefill rank."""
-
-    prompts: int
-    wants: int
-    """Claims that are open or parked."""
-    writes_under_way: int
-    """Posted, and not observed to end."""
-    berths_with_target: int
-    """Written, and not given back by the target: the part of the credit that is in use."""
-    areas_poisoned: int
-
-
 class PrefillRank(Party):
     """One rank of a prefill engine."""
 
     role = Role.PREFILL_RANK
-    books = (*Party.books, "lanes", "writes", "prompts", "stops", "releases")
 
     def __init__(self, identity: Identity, settings: HandoffSettings, *, scheduler: str) -> None:
         super().__init__(identity, settings)
@@ -314,35 +300,6 @@ class PrefillRank(Party):
         self._free(write)
         self._after_end(write)
         return self.effects
-
-    def clone(self) -> Self:
-        """A second machine in the same state; the two share nothing that changes."""
-        twin = super().clone()
-        twin.wants = {target: wants.copy() for target, wants in self.wants.items()}
-        return twin
-
-    def statistics(self) -> PrefillRankStatistics:
-        """Counts and sizes, as a frozen value."""
-        observed = sum(posted.observed for posted in self.writes.values())
-        return PrefillRankStatistics(
-            prompts=len(self.prompts),
-            wants=sum(len(wants) for wants in self.wants.values()),
-            writes_under_way=len(self.writes) - observed,
-            berths_with_target=observed,
-            areas_poisoned=sum(lane.poisoned for lane in self.lanes.values()),
-            counts=dict(sorted(self.counts.items())),
-        )
-
-    def _freeze(self) -> Frozen:
-        return (
-            tuple(sorted(self.prompts.items())),
-            tuple(sorted(self.stops.items())),
-            tuple(sorted(self.releases)),
-            # The order of wants is the order of service, so it belongs to the state.
-            tuple((target, tuple(wants.items())) for target, wants in sorted(self.wants.items())),
-            tuple(sorted(self.lanes.items())),
-            tuple(sorted(self.writes.items())),
-        )
 
     # Messages.
 

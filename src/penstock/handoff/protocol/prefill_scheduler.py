@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import HandoffEnded
-from penstock.handoff.protocol.party import Party, PartyStatistics
+from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.states import (
     PREFILL_MOVES,
     HandoffOutcome,
@@ -26,11 +26,9 @@ from penstock.handoff.protocol.states import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.party import TimerKey
     from penstock.handoff.protocol.settings import HandoffSettings
 
 
@@ -52,22 +50,10 @@ class Prefill(NamedTuple):
     why: str = ""
 
 
-class PrefillSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
-    """A prefill scheduler."""
-
-    awaited: int
-    computing: int
-    ready: int
-    releasing: int
-    outcomes: Mapping[str, int]
-    """HandoffEnded handoffs by outcome."""
-
-
 class PrefillScheduler(Party):
     """The scheduler of a prefill engine with any number of ranks."""
 
     role = Role.PREFILL_SCHEDULER
-    books = (*Party.books, "prefills", "outcomes")
 
     def __init__(
         self, identity: Identity, settings: HandoffSettings, *, ranks: tuple[str, ...]
@@ -78,7 +64,6 @@ class PrefillScheduler(Party):
         self.ranks = ranks
         self.everyone = (1 << len(ranks)) - 1
         self.prefills: dict[str, Prefill] = {}
-        self.outcomes: dict[str, int] = {}
 
     # The engine.
 
@@ -148,23 +133,8 @@ class PrefillScheduler(Party):
             self._send_gone_and_end(handoff, HandoffOutcome.CANCELLED, why)
         return self.effects
 
-    def statistics(self) -> PrefillSchedulerStatistics:
-        """Counts and sizes, as a frozen value."""
-        states = [prefill.state for prefill in self.prefills.values()]
-        return PrefillSchedulerStatistics(
-            awaited=states.count(PrefillState.AWAITED),
-            computing=states.count(PrefillState.COMPUTING),
-            ready=states.count(PrefillState.READY),
-            releasing=states.count(PrefillState.RELEASING),
-            outcomes=dict(sorted(self.outcomes.items())),
-            counts=dict(sorted(self.counts.items())),
-        )
-
-    def _freeze(self) -> Frozen:
-        return (tuple(self._by_name()),)
-
     def _by_name(self) -> list[tuple[str, Prefill]]:
-        """All handoffs in the order of their names, as `freeze` has them."""
+        """All handoffs in the order of their names."""
         return sorted(self.prefills.items(), key=_name)
 
     # Messages.
@@ -309,8 +279,6 @@ class PrefillScheduler(Party):
         del self.prefills[handoff]
         self._disarm(("resend", handoff))
         self._remember((handoff,), prefill.epoch, prefill.why or prefill.outcome.value)
-        name = prefill.outcome.value
-        self.outcomes[name] = self.outcomes.get(name, 0) + 1
         self.effects.append(
             HandoffEnded(
                 handoff=handoff, epoch=prefill.epoch, outcome=prefill.outcome, why=prefill.why
