@@ -241,19 +241,7 @@ _frames: FrameCodec[AnyMessage] = FrameCodec(
     msgspec.msgpack.Decoder(AnyMessage), version=PROTOCOL_VERSION, bytes_max=MESSAGE_BYTES_MAX
 )
 
-
-def encode(message: AnyMessage) -> bytes:
-    """The frame of a message.
-
-    Raises `ValueError`: the frame would be longer than `MESSAGE_BYTES_MAX`.
-    """
-    return _frames.encode(message)
-
-
-def decode(frame: bytes) -> AnyMessage:
-    """The message of a frame.
-
-    Raises `FrameVersionError`: the frame is of another version; `PeerError`: the frame makes no
-    sense here.
-    """
-    return _frames.decode(frame)
+encode = _frames.encode
+"""The frame of a message. Raises `ValueError`: it would be longer than `MESSAGE_BYTES_MAX`."""
+decode = _frames.decode
+"""The message of a frame; raises `FrameVersionError` for another version, else `PeerError`."""
