@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cache.operations import BlockFault, Purpose
+from penstock.movers import packing
 from penstock.movers.memcpy import MemcpyMover
 from penstock.movers.packing import load_parts_library
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
@@ -60,6 +61,7 @@ def engine_of(layout: Layout) -> ArrayTier:
 def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", no_library)
     engine, slots = engine_of(LAYOUT), range(BLOCKS)
     content = draw_blocks(LAYOUT, BLOCKS, seed=1)
     write_slots(engine, slots, content)
@@ -77,8 +79,8 @@ def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
             host.blocks(()).buffers[0][:: host.slot_bytes] ^= 1
             return sum_blocks(span, blocks, keys, how, salt=salt)
 
-        save = MemcpyMover(engine, host, Algorithm.XXH3, library=no_library)
-        load = MemcpyMover(host, engine, Algorithm.XXH3, library=no_library)
+        save = MemcpyMover(engine, host, Algorithm.XXH3)
+        load = MemcpyMover(host, engine, Algorithm.XXH3)
         with monkeypatch.context() as patched:
             patched.setattr(CellSpan, "sum_blocks", damage_and_sum)
             save.submit(make_copy(1, slots, slots, purpose=Purpose.SAVE, keys=keys_of(BLOCKS)))
@@ -97,12 +99,14 @@ def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
     library: Library,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
     found: list[int] = []
     with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
-        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
-        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        save = MemcpyMover(engine, host, Algorithm.XXH3)
+        load = MemcpyMover(host, engine, Algorithm.XXH3)
         end = host.blocks_offset + BLOCKS * host.slot_bytes
         with flipped_bits(host.arena.fd, 0, end):
             for number in rounds(found):
@@ -122,7 +126,10 @@ def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(library: Library) -> None:
+def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     half: dict[str, Any] = {"channels": 64, "dtype": DType.BF16, "block_tokens": 16}
     heads = HeadRange.all_of(2)
     first, second = (
@@ -135,8 +142,8 @@ def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(library: 
     write_slots(engine, range(BLOCKS), content)
     apart = np.array([[0, 1, 2], [5, 4, 3]], dtype=np.int32)
     with HostTier.create(layout, BLOCKS, huge_pages=False) as host:
-        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
-        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        save = MemcpyMover(engine, host, Algorithm.XXH3)
+        load = MemcpyMover(host, engine, Algorithm.XXH3)
         save.submit(make_copy(1, apart, range(3), purpose=Purpose.SAVE, keys=keys_of(3)))
         poll_until_idle(save)
         load.submit(make_copy(2, range(3), apart[:, ::-1], purpose=Purpose.LOAD, keys=keys_of(3)))
@@ -152,14 +159,15 @@ def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(library: 
 @pytest.mark.parametrize("later", [(7, 1), (8, 0)], ids=["a reset", "another start"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_an_older_copy_of_the_same_key_that_comes_back_whole_is_found(
-    library: Library, later: tuple[int, int]
+    library: Library, monkeypatch: pytest.MonkeyPatch, later: tuple[int, int]
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
     older, newer = (draw_blocks(LAYOUT, BLOCKS, seed=seed) for seed in (1, 2))
     everywhere = np.arange(BLOCKS, dtype=np.int32)
     with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
-        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
-        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        save = MemcpyMover(engine, host, Algorithm.XXH3)
+        load = MemcpyMover(host, engine, Algorithm.XXH3)
         kept = []
         for life, content in (((7, 0), older), (later, newer)):
             write_slots(engine, slots, content)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
+from penstock.movers import packing
 from penstock.movers.packing import (
     PackedSums,
     Packing,
     PartsLibrary,
     compiled,
-    load_parts_library,
     seeds_of,
 )
 from penstock.tiers.arrays import ArrayTier
@@ -112,7 +112,9 @@ def route_of(source: Layout, target: Layout) -> tuple[RouteParts, PartForm]:
 @needs_compiler
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shift", [0, 16, 3])
-def test_compiled_code_packs_and_puts_away_the_same_bytes(case: str, shift: int) -> None:
+def test_compiled_code_packs_and_puts_away_the_same_bytes(
+    case: str, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = CASES[case]
     parts, form = route_of(source, target)
     held = filled(source, 1, shift=shift)
@@ -120,8 +122,9 @@ def test_compiled_code_packs_and_puts_away_the_same_bytes(case: str, shift: int)
     fast, plain = (np.zeros(4 * form.block_bytes, dtype=np.uint8) for _ in range(2))
     gather = PartGather(form, held, Algorithm.XXH3)
     scatter = PartScatter(parts, form, found, Algorithm.XXH3)
-    slow_gather = PartGather(form, held, Algorithm.XXH3, library=lambda: None)
-    slow_scatter = PartScatter(parts, form, wanted, Algorithm.XXH3, library=lambda: None)
+    monkeypatch.setattr(packing, "load_parts_library", lambda: None)
+    slow_gather = PartGather(form, held, Algorithm.XXH3)
+    slow_scatter = PartScatter(parts, form, wanted, Algorithm.XXH3)
 
     sums = gather.gather(SLOTS, KEYS, fast)
     intact = scatter.scatter(fast, KEYS, sums, TARGETS)
@@ -166,9 +169,7 @@ def test_a_block_that_is_not_intact_is_not_put_away(wrong: str) -> None:
 def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
     source, _ = CASES["head major"]
     tier = filled(source, 1)
-    packing = Packing.of(
-        source, tier.blocks(()).buffers, Algorithm.XXH3, library=load_parts_library
-    )
+    packing = Packing.of(source, tier.blocks(()).buffers, Algorithm.XXH3)
     assert packing is not None
     room = np.zeros(4 * packing.block_bytes, dtype=np.uint8)
 
@@ -202,7 +203,7 @@ def test_short_segments_and_other_sums_are_left_to_numpy(
 ) -> None:
     buffers = filled(layout, 1).blocks(()).buffers
 
-    assert Packing.of(layout, buffers, algorithm, library=load_parts_library) is None
+    assert Packing.of(layout, buffers, algorithm) is None
 
 
 @needs_compiler
@@ -230,7 +231,7 @@ PACKED_CASES = {
 @pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.value)
 @pytest.mark.parametrize("case", PACKED_CASES)
 def test_sums_in_place_under_two_salts_are_those_of_the_definition(
-    case: str, algorithm: Algorithm
+    case: str, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = PACKED_CASES[case]
     size, salts = layout.block_bytes, (0, 0x8000_0000_1234_5678)
@@ -238,7 +239,8 @@ def test_sums_in_place_under_two_salts_are_those_of_the_definition(
     places = np.array([3, size + 9, 4 * size + 100, 2 * size + 64], dtype=np.int64)
 
     compiled_sums = PackedSums(layout, algorithm).sum_pairs(memory, places, KEYS, salts)
-    plain = PackedSums(layout, algorithm, library=lambda: None)
+    monkeypatch.setattr(packing, "load_parts_library", lambda: None)
+    plain = PackedSums(layout, algorithm)
 
     np.testing.assert_array_equal(compiled_sums, plain.sum_pairs(memory, places, KEYS, salts))
     span = CellSpan.of(layout)

@@ -49,7 +49,7 @@ class Parts:
             for _ in range(2)
         )
         reads, self.packing = (
-            Packing.of(LAYOUT, tier.blocks(()).buffers, Algorithm.XXH3, library=load_parts_library)
+            Packing.of(LAYOUT, tier.blocks(()).buffers, Algorithm.XXH3)
             for tier in (self.source, self.target)
         )
         assert reads is not None

@@ -23,18 +23,17 @@ import numpy as np
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.base import Moved
-from penstock.movers.packing import Packing, load_parts_library
+from penstock.movers.packing import Packing
 from penstock.tiers.base import KeepsSums
 from penstock.vocabulary.checksums import CellSpan, key_seeds, life_salt
 from penstock.vocabulary.reshard import BlockCopier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
-    from penstock.movers.packing import PartsLibrary
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.keys import Key, OperationId
@@ -71,17 +70,9 @@ class MemcpyMover:
         source: The tier to read from.
         target: The tier to write to.
         algorithm: Of the checksums.
-        library: Loads the compiled code.
     """
 
-    def __init__(
-        self,
-        source: SlotStore,
-        target: SlotStore,
-        algorithm: Algorithm,
-        *,
-        library: Callable[[], PartsLibrary | None] = load_parts_library,
-    ) -> None:
+    def __init__(self, source: SlotStore, target: SlotStore, algorithm: Algorithm) -> None:
         self._source_sums = source if isinstance(source, KeepsSums) else None
         self._target_sums = target if isinstance(target, KeepsSums) else None
         self._algorithm = algorithm
@@ -90,7 +81,7 @@ class MemcpyMover:
         self._batch = max(1, min(_BATCH_BLOCKS, _STAGING_BYTES // self._block_bytes))
         self._staging = np.empty((self._batch, self._block_bytes), dtype=np.uint8)
         self._pack, self._unpack = self._prepare(source, target)
-        self._compiled = _Compiled.between(source, target, algorithm, library)
+        self._compiled = _Compiled.between(source, target, algorithm)
         self._jobs: deque[_Job] = deque()
         self._abandoned: list[Moved] = []
 
@@ -186,11 +177,7 @@ class _Compiled(NamedTuple):
 
     @classmethod
     def between(
-        cls,
-        source: SlotStore,
-        target: SlotStore,
-        algorithm: Algorithm,
-        library: Callable[[], PartsLibrary | None],
+        cls, source: SlotStore, target: SlotStore, algorithm: Algorithm
     ) -> _Compiled | None:
         """The compiled copy between two tiers; `None` if there is none."""
         saves = isinstance(target, KeepsSums)
@@ -203,7 +190,7 @@ class _Compiled(NamedTuple):
             block_count=slots.slot_count, slot_bytes=distance
         ):
             return None
-        packing = Packing.of(engine.layout, engine.blocks(()).buffers, algorithm, library=library)
+        packing = Packing.of(engine.layout, engine.blocks(()).buffers, algorithm)
         if packing is None:
             return None
         return cls(packing, slots, slots.blocks(()).buffers[0], distance, saves)

@@ -63,7 +63,7 @@ from penstock.vocabulary.checksums import (
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -247,7 +247,6 @@ class Packing:
         buffers: Mapping[int, NDArray[np.uint8]],
         algorithm: Algorithm,
         *,
-        library: Callable[[], PartsLibrary | None],
         scratch: Scratch | None = None,
     ) -> Packing | None:
         """The packing of a layout; `None` if NumPy has to do it."""
@@ -270,7 +269,7 @@ class Packing:
                 of_strip = strip_numbers[segment.plane], segment.local_head
                 segments.append((segment.start, segment.length, place, number, *of_strip))
         # Last, since it may have to be compiled.
-        loaded = library()
+        loaded = load_parts_library()
         if loaded is None:
             return None
         used = {segment.plane.buffer for cell in layout.cells for segment in cell.segments}
@@ -388,13 +387,7 @@ class PackedSums:
     interpreter's lock.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        algorithm: Algorithm,
-        *,
-        library: Callable[[], PartsLibrary | None] = load_parts_library,
-    ) -> None:
+    def __init__(self, layout: Layout, algorithm: Algorithm) -> None:
         self.block_bytes = layout.block_bytes
         self._algorithm = algorithm
         self._span = CellSpan.of(layout)
@@ -412,7 +405,7 @@ class PackedSums:
         )
         # Shorter segments have an XXH3 of their own, which `parts.c` does not know.
         known = algorithm is Algorithm.MIX64 or self._segments[:, 1].min() >= LENGTH_MIN
-        self._library = library() if known else None
+        self._library = load_parts_library() if known else None
 
     def sum_pairs(
         self,
@@ -506,10 +499,8 @@ class JobRoom:
         self.scratch_address, self.found_address = (each.ctypes.data for each in self._kept)
 
 
-@lru_cache(maxsize=PROMPTS_KEPT)
-def block_table(keys: tuple[bytes, ...], slots: tuple[int, ...]) -> BlockTable:
-    """The table of some blocks, made once."""
-    return BlockTable(keys, slots)
+block_table = lru_cache(maxsize=PROMPTS_KEPT)(BlockTable)
+"""The table of some blocks, made once."""
 
 
 def _native(sums: bytes) -> bytes:

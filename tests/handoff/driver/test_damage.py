@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
+from penstock.movers import packing
 from penstock.movers.packing import load_parts_library
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena
@@ -115,12 +116,13 @@ class Mapped:
 @pytest.mark.parametrize("channels", CHANNELS.values(), ids=list(CHANNELS))
 @pytest.mark.parametrize("order", ORDERS)
 def test_sums_are_of_what_was_read_from_slots_whatever_becomes_of_the_berth(
-    order: str, channels: int, library: Library
+    order: str, channels: int, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     layout = layout_of(order, channels=channels)
     engine, _ = filled(layout)
     _, form = route_of(layout, layout)
-    gather = PartGather(form, engine, Algorithm.XXH3, library=library)
+    gather = PartGather(form, engine, Algorithm.XXH3)
     wanted = gather.gather(SLOTS, KEYS, np.zeros(BLOCKS * form.block_bytes, dtype=np.uint8))
     fd = os.memfd_create("berth")
     os.truncate(fd, PAGE)
@@ -137,8 +139,9 @@ def test_sums_are_of_what_was_read_from_slots_whatever_becomes_of_the_berth(
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(
-    order: str, library: Library
+    order: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     layout = layout_of(order)
     engine, content = filled(layout)
     parts, form = route_of(layout, layout)
@@ -153,7 +156,7 @@ def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(
     target = engine_of(layout, under.bytes)
     last = slice(BLOCKS - 1, BLOCKS)
 
-    intact = PartScatter(parts, form, target, Algorithm.XXH3, library=library).scatter(
+    intact = PartScatter(parts, form, target, Algorithm.XXH3).scatter(
         berth.bytes[last.start * size :], KEYS[last], sums[-len(sums) // BLOCKS :], [1]
     )
 
@@ -168,16 +171,17 @@ def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(
 @pytest.mark.parametrize("tokens", [32, 16, 64], ids=["alike", "smaller", "larger"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_part_is_taken_for_intact_that_another_process_changed(
-    library: Library, tokens: int
+    library: Library, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
+    monkeypatch.setattr(packing, "load_parts_library", library)
     layout, other = layout_of("token major"), layout_of("token major", block_tokens=tokens)
     engine, _ = filled(layout)
     target = engine_of(other)
     numbers = list(range(other.block_count))
     parts, form = route_of(layout, other)
     size = BLOCKS * form.block_bytes
-    gather = PartGather(form, engine, Algorithm.XXH3, library=library)
-    scatter = PartScatter(parts, form, target, Algorithm.XXH3, library=library)
+    gather = PartGather(form, engine, Algorithm.XXH3)
+    scatter = PartScatter(parts, form, target, Algorithm.XXH3)
     wanted = engine_of(other)
     plain = np.zeros(size, dtype=np.uint8)
     assert PartScatter(parts, form, wanted, Algorithm.XXH3).scatter(

@@ -47,7 +47,8 @@ from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.streams import Bell, Stream, StreamEvent
-from penstock.vocabulary.checksums import SUM_BYTES, key_seed
+from penstock.movers.packing import PROMPTS_KEPT, seeds_of
+from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.layout import narrow
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ PARTS = 8
 """Parts under way at a time: their tables are small, and the device works in order."""
 STAGED = 2
 """Parts that lie in staging: one is packed while another leaves."""
-PROMPTS_KEPT = 64
-"""Lists of slots and keys whose arrays are kept: every layer of a prompt has the same."""
 FORGET_S = 10.0
 """A copy of one part that has not ended by then means that the device is lost."""
 
@@ -411,12 +410,6 @@ class Device:
 def address_of(memory: Window) -> int:
     """Where bytes of a berth are."""
     return int(memory.ctypes.data)
-
-
-@lru_cache(maxsize=PROMPTS_KEPT)
-def seeds_of(keys: tuple[bytes, ...]) -> NDArray[np.uint64]:
-    """What the seeds of each key's cells are made from."""
-    return np.array([key_seed(key) for key in keys], dtype=np.uint64)
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)

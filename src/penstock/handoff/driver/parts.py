@@ -45,14 +45,13 @@ from penstock.vocabulary.checksums import SUM_BYTES, CellSpan
 from penstock.vocabulary.layout import Cut, narrow, token_window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.handoff.protocol.effects import Take
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.identity import WriteId
-    from penstock.movers.packing import PartsLibrary
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.form import Form
@@ -317,7 +316,6 @@ class PartGather:
         form: of the parts.
         tier: where the slots are.
         algorithm: of the sums.
-        library: how to get at the compiled code.
         scratch: memory for pieces, shared with others of the same thread.
     """
 
@@ -327,7 +325,6 @@ class PartGather:
         tier: SlotStore,
         algorithm: Algorithm,
         *,
-        library: Callable[[], PartsLibrary | None] = load_parts_library,
         scratch: Scratch | None = None,
     ) -> None:
         self._form = form
@@ -339,9 +336,7 @@ class PartGather:
             source = narrow(tier.layout, form.source_cuts)
             self._pairs = _planes(form.packed, source, tier)
             buffers = tier.blocks(()).buffers
-            self._packing = Packing.of(
-                source, buffers, algorithm, library=library, scratch=self._scratch
-            )
+            self._packing = Packing.of(source, buffers, algorithm, scratch=self._scratch)
         self._step = max(1, PIECE_BYTES // max(1, form.block_bytes))
 
     def gather(
@@ -385,7 +380,6 @@ class PartScatter:
         tier: SlotStore,
         algorithm: Algorithm,
         *,
-        library: Callable[[], PartsLibrary | None] = load_parts_library,
         scratch: Scratch | None = None,
     ) -> None:
         self._form = form
@@ -401,9 +395,7 @@ class PartScatter:
                 self._windows.append(_planes(packed, narrowed, tier))
             if self._source_ratio == self._target_ratio == 1:
                 buffers = tier.blocks(()).buffers
-                self._packing = Packing.of(
-                    target, buffers, algorithm, library=library, scratch=self._scratch
-                )
+                self._packing = Packing.of(target, buffers, algorithm, scratch=self._scratch)
         unit_bytes = form.block_bytes * self._source_ratio
         self._step = max(1, PIECE_BYTES // max(1, unit_bytes))
 
