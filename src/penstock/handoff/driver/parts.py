@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -132,6 +132,20 @@ class RouteParts:
     def target_ratio(self) -> int:
         """Blocks of the target in a unit."""
         return self.unit_tokens // self.target_tokens
+
+    def window_of(self, window: int, block_count: int, slot_count: int) -> tuple[slice, slice]:
+        """Which of some packed blocks, and which of the slots they go to, have a window in common.
+
+        Blocks of the target may hold several of the source, or the other way round; the prompt
+        may end inside the last block of the source.
+        """
+        if self.source_ratio > 1:
+            blocks = slice(window, None, self.source_ratio)
+            return blocks, slice(len(range(block_count)[blocks]))
+        if self.target_ratio > 1:
+            slots = slice(window, None, self.target_ratio)
+            return slice(len(range(slot_count)[slots])), slots
+        return slice(None), slice(None)
 
     def place(self, grid: Grid, part: int, token_count: int) -> PartPlace:
         """One part of a grid, for a prompt of `token_count` tokens."""
@@ -384,8 +398,7 @@ class PartScatter:
     ) -> None:
         self._form = form
         self._algorithm = algorithm
-        self._source_ratio = parts.source_ratio
-        self._target_ratio = parts.target_ratio
+        self._route = parts
         self._windows: list[list[_ArrayPlane]] = []
         self._scratch = scratch or Scratch()
         self._packing: Packing | None = None
@@ -393,10 +406,10 @@ class PartScatter:
             target = narrow(tier.layout, form.target_cuts)
             for packed, narrowed in windows_of(form.packed, target):
                 self._windows.append(_planes(packed, narrowed, tier))
-            if self._source_ratio == self._target_ratio == 1:
+            if parts.source_ratio == parts.target_ratio == 1:
                 buffers = tier.blocks(()).buffers
                 self._packing = Packing.of(target, buffers, algorithm, scratch=self._scratch)
-        unit_bytes = form.block_bytes * self._source_ratio
+        unit_bytes = form.block_bytes * parts.source_ratio
         self._step = max(1, PIECE_BYTES // max(1, unit_bytes))
 
     def scatter(
@@ -416,7 +429,8 @@ class PartScatter:
         if self._packing is not None:
             seeds = seeds_of(tuple(keys))
             return self._packing.put_away(memory, seeds, given, slots) is None
-        step, targets = self._step * self._source_ratio, self._step * self._target_ratio
+        sources, targets = self._route.source_ratio, self._route.target_ratio
+        step = self._step * sources
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
             piece = self._scratch.room(len(some) * size)
@@ -424,8 +438,8 @@ class PartScatter:
             found = span.sum_blocks(piece.reshape(len(some), size), some, self._algorithm)
             if not np.array_equal(found, given[first : first + len(some)]):
                 return False
-            at = first // self._source_ratio * self._target_ratio
-            self._put_away(piece, len(some), slots[at : at + targets])
+            at = first // sources * targets
+            self._put_away(piece, len(some), slots[at : at + self._step * targets])
         return True
 
     def begin(
@@ -450,19 +464,12 @@ class PartScatter:
         return np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
 
     def _put_away(self, piece: NDArray[np.uint8], count: int, slots: Sequence[int]) -> None:
-        ratio = len(self._windows)
         for window, pairs in enumerate(self._windows):
+            packed_at, slots_at = self._route.window_of(window, count, len(slots))
+            some = slots[slots_at]
+            runs = _runs(some)
             for pair in pairs:
-                packed = pair.packed(piece, count, self._form.block_bytes)
-                some = slots
-                if self._source_ratio > 1:
-                    packed = packed[window::ratio]
-                    some = slots[: len(packed)]
-                elif self._target_ratio > 1:
-                    # The prompt may end inside the last block of the source.
-                    some = slots[window::ratio]
-                    packed = packed[: len(some)]
-                runs = _runs(some)
+                packed = pair.packed(piece, count, self._form.block_bytes)[packed_at]
                 if pair.is_small and len(runs) > 1:
                     pair.slots[list(some)] = packed
                     continue
@@ -475,10 +482,9 @@ class ArrayReader:
 
     def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
         self.slot_count = tier.slot_count
-        self._tier = tier
-        self._algorithm = algorithm
-        self._gathers: dict[PartForm, PartGather] = {}
-        self._scratch = Scratch()
+        self._gather_of = cache(
+            partial(PartGather, tier=tier, algorithm=algorithm, scratch=Scratch())
+        )
 
     def read(
         self,
@@ -488,11 +494,7 @@ class ArrayReader:
         keys: Sequence[bytes],
         memory: NDArray[np.uint8],
     ) -> bytes | None:
-        gather = self._gathers.get(form)
-        if gather is None:
-            gather = PartGather(form, self._tier, self._algorithm, scratch=self._scratch)
-            self._gathers[form] = gather
-        return gather.gather(slots, keys, memory)
+        return self._gather_of(form).gather(slots, keys, memory)
 
     @property
     def has_room(self) -> bool:
@@ -523,10 +525,9 @@ class ArrayTaker:
         self, tier: SlotStore, algorithm: Algorithm, *, thread: PutAwayThread | None = None
     ) -> None:
         self.slot_count = tier.slot_count
-        self._tier = tier
-        self._algorithm = algorithm
-        self._scatters: dict[PartForm, PartScatter] = {}
-        self._scratch = Scratch()
+        self._scatter_of = cache(
+            partial(PartScatter, tier=tier, algorithm=algorithm, scratch=Scratch())
+        )
         self._thread = thread
         self._taking: deque[Take] = deque()
         """What the thread has to do, in its order."""
@@ -540,10 +541,7 @@ class ArrayTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
-        scatter = self._scatters.get(form)
-        if scatter is None:
-            scatter = PartScatter(route, form, self._tier, self._algorithm, scratch=self._scratch)
-            self._scatters[form] = scatter
+        scatter = self._scatter_of(route, form)
         if self._thread is not None and scatter.begin(self._thread, memory, keys, take.sums, slots):
             self._taking.append(take)
             return None

@@ -65,17 +65,10 @@ class WindowScatter:
         """Copies `count` packed blocks in memory of the tier's device, in torch's stream."""
         numbers = torch.tensor(list(slots), device=self._device)
         for window, pairs in enumerate(self._windows):
+            packed_at, slots_at = self._route.window_of(window, count, len(numbers))
             for pair in pairs:
-                packed = pair.packed(scratch, count, self._block_bytes)
-                some = numbers
-                if self._route.source_ratio > 1:
-                    packed = packed[window :: len(self._windows)]
-                    some = numbers[: len(packed)]
-                elif self._route.target_ratio > 1:
-                    # The prompt may end inside the last block of the source.
-                    some = numbers[window :: len(self._windows)]
-                    packed = packed[: len(some)]
-                pair.slots.index_copy_(0, some, packed)
+                packed = pair.packed(scratch, count, self._block_bytes)[packed_at]
+                pair.slots.index_copy_(0, numbers[slots_at], packed)
 
 
 def _planes(
