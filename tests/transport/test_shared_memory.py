@@ -111,7 +111,7 @@ def make_target() -> Iterator[SharedTarget]:
 def let_in(target: SharedTarget, peer: PeerProcess) -> None:
     """Gives a peer its memory as soon as it asks, and waits until it writes."""
     assert wait_readable(target.descriptor, time.monotonic() + 60)
-    while not any(area.connection for area in target._areas.open):
+    while not any(area.connection for area in target.open_areas):
         target.notices()
     assert peer.hear() == "writing"
 

@@ -50,8 +50,14 @@ from penstock.supervisor.messages import ProcessSpec
 from penstock.transport.base import Empty
 from penstock.transport.machine_keys import host_of, is_local
 from penstock.transport.remote import HandoffAddresses
-from penstock.transport.shared_memory import is_hung_up, listen, pidfd_of_peer, user_of_peer
-from penstock.transport.unix_sockets import Packet, channel_pair, receive_packet, send_packet
+from penstock.transport.shared_memory import is_hung_up, listen, pidfd_of_peer
+from penstock.transport.unix_sockets import (
+    Packet,
+    channel_pair,
+    receive_packet,
+    send_packet,
+    socket_peer,
+)
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
@@ -316,8 +322,7 @@ class RelayProcess:
         """The relay's process id, while there is one."""
         if self._connection is None:
             return None
-        raw = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int.from_bytes(raw[:4], "little")
+        return socket_peer(self._connection).pid
 
     def poll(self) -> None:
         """Notices a relay that has come or gone, and starts one where there is none."""
@@ -412,7 +417,7 @@ class RelayProcess:
         except BlockingIOError:
             return
         connection.settimeout(0)
-        if user_of_peer(connection) != os.getuid():
+        if socket_peer(connection).uid != os.getuid():
             connection.close()
             return
         try:

@@ -44,7 +44,7 @@ from penstock.tiers.arena import Arena
 from penstock.transport.remote import (
     NOTICE_BYTES_MAX,
     POSTED_MAX,
-    Areas,
+    AreaBooks,
     ArenaPool,
     Delivery,
     Fenced,
@@ -110,7 +110,7 @@ class NixlArea:
         return found
 
 
-class NixlTarget:
+class NixlTarget(AreaBooks[NixlArea]):
     """The side that is written to; see `Target`.
 
     Args:
@@ -130,9 +130,9 @@ class NixlTarget:
         addresses: HandoffAddresses | None = None,
         relay: RelayProcess | None = None,
     ) -> None:
+        super().__init__()
         self.relay = hold_relay(addresses, given=relay)
         self._arenas = ArenaPool(huge_pages=False, pin=pin)
-        self._areas: Areas[NixlArea] = Areas()
         self._epoll = select.epoll()
         self._epoll.register(self.relay.descriptor, select.EPOLLIN)
 
@@ -148,18 +148,18 @@ class NixlTarget:
             self._arenas.give_back(arena)
             raise
         self._epoll.register(session.descriptor, select.EPOLLIN)
-        return self._areas.add(NixlArea(peer, size, arena, session))
+        return self._add(NixlArea(peer, size, arena, session))
 
     def notices(self) -> list[Notice]:
         """Takes the notices that arrived; never waits."""
         self.relay.poll()
         found: list[Notice] = []
-        for area in self._areas.open:
+        for area in self.open_areas:
             found += [Notice(area, payload) for payload in area.take()]
             if area.session.lost:
                 self._unwatch(area)
-        if self._areas.retired:
-            sessions = [area.session for area in self._areas.retired if not area.session.is_closed]
+        if self.retired_areas:
+            sessions = [area.session for area in self.retired_areas if not area.session.is_closed]
             self.relay.kill_overdue(sessions, time.monotonic())
         return found
 
@@ -169,13 +169,13 @@ class NixlTarget:
         return self._epoll.fileno()
 
     def retire(self, area: Area) -> None:
-        known = self._areas.retire(area)
+        known = self._mark_retired(area)
         if known is not None:
             known.session.begin_close()
 
     def fence(self, area: Area) -> Fenced | NotYet:
         """Whether the agent of the area was destroyed."""
-        known = self._areas.require_retired(area)
+        known = self._require_retired(area)
         if known.session.is_closed:
             self._unwatch(known)
             return Fenced()
@@ -190,24 +190,15 @@ class NixlTarget:
         """Nothing; see `watches_fences`."""
 
     def free(self, area: Area) -> None:
-        known = self._areas.free(area, self.fence(area))
+        known = self._forget(area, self.fence(area))
         known.session.forget()
         self._arenas.give_back(known.arena)
-
-    @property
-    def open_bytes(self) -> int:
-        return self._areas.open_bytes
-
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes of areas that wait for a fence, or to be freed."""
-        return self._areas.retired_bytes
 
     def close(self) -> None:
         """Ends the relay, and gives everything back."""
         self._epoll.close()
         self.relay.release()
-        areas = (*self._areas.open, *self._areas.retired)
+        areas = (*self.open_areas, *self.retired_areas)
         for area in areas:
             area.session.forget()
         self._arenas.close(area.arena for area in areas)

@@ -22,8 +22,8 @@ own *fence* does, and `free` refuses before it holds.
 thread: bytes move while somebody observes, in bounded pieces. A notice is given after the last
 byte of its write, and a write is done after its notice.
 
-`Areas` knows which areas of a target are open and which are retired. An area goes this way once,
-and is not freed before its fence holds:
+`AreaBooks` knows which areas of a target are open and which are retired. An area goes this way
+once, and is not freed before its fence holds:
 
     open ──retire──→ retired ──free, once fenced──→ (forgotten)
 
@@ -427,20 +427,20 @@ def _move_piece(write: _Posted, memory: NDArray[np.uint8], room: int) -> int:
 SomeArea = TypeVar("SomeArea", bound=Area)
 
 
-class Areas(Generic[SomeArea]):
-    """The areas of one target."""
+class AreaBooks(Generic[SomeArea]):
+    """The areas of one target, which is a child of this."""
 
     def __init__(self) -> None:
         self._open: dict[int, SomeArea] = {}
         self._retired: dict[int, SomeArea] = {}
 
     @property
-    def open(self) -> tuple[SomeArea, ...]:
+    def open_areas(self) -> tuple[SomeArea, ...]:
         """Areas that are in use."""
         return tuple(self._open.values())
 
     @property
-    def retired(self) -> tuple[SomeArea, ...]:
+    def retired_areas(self) -> tuple[SomeArea, ...]:
         """Areas that are not used any more, but still ours to keep."""
         return tuple(self._retired.values())
 
@@ -451,15 +451,15 @@ class Areas(Generic[SomeArea]):
 
     @property
     def retired_bytes(self) -> int:
-        """Bytes of areas that are retired."""
+        """Bytes of areas that wait for a fence, or to be freed."""
         return _total(self._retired.values())
 
-    def add(self, area: SomeArea) -> SomeArea:
+    def _add(self, area: SomeArea) -> SomeArea:
         """Takes a new area into the books."""
         self._open[id(area)] = area
         return area
 
-    def retire(self, area: Area) -> SomeArea | None:
+    def _mark_retired(self, area: Area) -> SomeArea | None:
         """The area as it is retired, or nothing if it was before."""
         if id(area) in self._retired:
             return None
@@ -469,15 +469,15 @@ class Areas(Generic[SomeArea]):
         self._retired[id(area)] = known
         return known
 
-    def require_retired(self, area: Area) -> SomeArea:
+    def _require_retired(self, area: Area) -> SomeArea:
         """The area, which must be retired."""
         if id(area) not in self._retired:
             raise ValueError(f"area of {area.peer!r} is not retired")
         return self._retired[id(area)]
 
-    def free(self, area: Area, fence: Fenced | NotYet) -> SomeArea:
+    def _forget(self, area: Area, fence: Fenced | NotYet) -> SomeArea:
         """The area as it leaves the books."""
-        known = self.require_retired(area)
+        known = self._require_retired(area)
         match fence:
             case NotYet(cause):
                 raise ValueError(f"area of {area.peer!r} cannot be freed: {cause}")

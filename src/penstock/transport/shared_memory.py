@@ -41,7 +41,7 @@ from penstock.errors import UnavailableError
 from penstock.tiers.arena import Arena, populate_pages
 from penstock.transport.remote import (
     NOTICE_BYTES_MAX,
-    Areas,
+    AreaBooks,
     ArenaPool,
     Delivery,
     Fenced,
@@ -50,7 +50,7 @@ from penstock.transport.remote import (
     PostedWrites,
     require_within,
 )
-from penstock.transport.unix_sockets import private_folder, socket_path
+from penstock.transport.unix_sockets import private_folder, socket_path, socket_peer
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ SIZE_MAX = 1 << 48
 
 # As plain numbers: joining flags of an enum takes longer than the call.
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-_CREDENTIALS = struct.Struct("3i")  # Process, user, group.
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet.
 CALLERS_MAX = 64
 """How many connections without a token may be open; older ones are closed."""
@@ -130,13 +129,6 @@ def listen(folder: Path | None = None) -> tuple[socket.socket, Path]:
     return listener, path
 
 
-def user_of_peer(connection: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket, as the kernel knows it."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(raw)[1]
-    return user
-
-
 def call(description: Description) -> socket.socket:
     """A connection to the target of an area, on which the token was sent.
 
@@ -145,7 +137,7 @@ def call(description: Description) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         connection.connect(description.address)
-        if user_of_peer(connection) != os.getuid():
+        if socket_peer(connection).uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         connection.send(description.token)
     except OSError as error:
@@ -176,8 +168,7 @@ def pidfd_of_peer(connection: socket.socket) -> int:
 
 def _pidfd_by_number(connection: socket.socket) -> int:
     """The same on an older kernel, by a process number that may have been reused."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid = _CREDENTIALS.unpack(raw)[0]
+    pid = socket_peer(connection).pid
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
@@ -233,7 +224,7 @@ class SharedArea:
             self.pidfd = None
 
 
-class SharedTarget:
+class SharedTarget(AreaBooks[SharedArea]):
     """The side that is written to; see `Target`.
 
     Args:
@@ -245,6 +236,7 @@ class SharedTarget:
     def __init__(
         self, *, huge_pages: bool = True, pin: PinMemory | None = None, folder: Path | None = None
     ) -> None:
+        super().__init__()
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""
         self._arenas = ArenaPool(huge_pages=huge_pages, pin=pin)
@@ -252,20 +244,19 @@ class SharedTarget:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, socket.socket] = {}
-        self._areas: Areas[SharedArea] = Areas()
         self._room = bytearray(len(NOTICE) + NOTICE_BYTES_MAX)
         """What notices are received into: to take as much anew for each costs more than they."""
 
     def open_area(self, peer: str, size: int) -> SharedArea:
         """Memory for one writer process; that of an area that was freed, if there is any."""
         arena = self._arenas.take(size)
-        return self._areas.add(SharedArea(peer, size, arena, str(self._path)))
+        return self._add(SharedArea(peer, size, arena, str(self._path)))
 
     def notices(self) -> list[Notice]:
         """Lets writers connect, and takes the notices that arrived; never waits."""
         self._answer_callers()
         found: list[Notice] = []
-        for area in self._areas.open:
+        for area in self.open_areas:
             if area.connection is not None:
                 found += [Notice(area, payload) for payload in self._take(area, area.connection)]
         return found
@@ -276,13 +267,13 @@ class SharedTarget:
         return self._epoll.fileno()
 
     def retire(self, area: Area) -> None:
-        known = self._areas.retire(area)
+        known = self._mark_retired(area)
         if known is not None:
             known.hang_up()
 
     def fence(self, area: Area) -> Fenced | NotYet:
         """Whether the process that had the memory is seen dead."""
-        if self._areas.require_retired(area).writer_is_dead:
+        if self._require_retired(area).writer_is_dead:
             return Fenced()
         return NotYet(f"the process of {area.peer!r} is alive")
 
@@ -293,25 +284,16 @@ class SharedTarget:
 
     def fence_descriptor(self, area: Area) -> int | None:
         """Becomes readable when the fence of a retired area holds; nothing if it does."""
-        return self._areas.require_retired(area).pidfd
+        return self._require_retired(area).pidfd
 
     def free(self, area: Area) -> None:
-        known = self._areas.free(area, self.fence(area))
+        known = self._forget(area, self.fence(area))
         known.forget_writer()
         self._arenas.give_back(known.arena)
 
-    @property
-    def open_bytes(self) -> int:
-        return self._areas.open_bytes
-
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes of areas that wait for a fence, or to be freed."""
-        return self._areas.retired_bytes
-
     def close(self) -> None:
         """Gives everything back. The memory of a living writer stays until it is gone, too."""
-        areas = (*self._areas.open, *self._areas.retired)
+        areas = (*self.open_areas, *self.retired_areas)
         for area in areas:
             area.hang_up()
             area.forget_writer()
@@ -329,7 +311,7 @@ class SharedTarget:
                 caller, _ = self._listener.accept()
             except BlockingIOError:
                 break
-            if user_of_peer(caller) != os.getuid():
+            if socket_peer(caller).uid != os.getuid():
                 self.refused["user"] += 1
                 caller.close()
                 continue
@@ -362,7 +344,7 @@ class SharedTarget:
 
     def _area_of(self, token: bytes) -> SharedArea | None:
         """The open area that a token is for, if it has no writer."""
-        for area in self._areas.open:
+        for area in self.open_areas:
             if compare_digest(area.token, token) and area.pidfd is None:
                 return area
         return None

@@ -29,6 +29,7 @@ import select
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 import time
 from contextlib import suppress
@@ -270,6 +271,7 @@ _INT_BYTES = array.array("i").itemsize
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED, _LACKS_DESCRIPTORS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 _ROOM_BYTES = socket.CMSG_SPACE(_INT_BYTES)
+_CREDENTIALS = struct.Struct("3i")
 
 
 class Packet(NamedTuple):
@@ -279,6 +281,20 @@ class Packet(NamedTuple):
     descriptors: tuple[int, ...]
     problem: str
     """Why it is not all that was sent; empty if it is complete."""
+
+
+class SocketPeer(NamedTuple):
+    """Who is at the other end of a Unix socket."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def socket_peer(channel: socket.socket) -> SocketPeer:
+    """The process at the other end, as the kernel knows it."""
+    raw = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return SocketPeer(*_CREDENTIALS.unpack(raw))
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:

@@ -105,7 +105,7 @@ def test_a_part_that_changed_on_its_way_is_written_again(world: World) -> None:
     world.compute("a", there, range(16))
     for rank in world.sending.values():
         rank.step()
-    for area in world.targets["decode/1"]._areas.open:
+    for area in world.targets["decode/1"].open_areas:
         area.memory[5] ^= 0xFF
 
     world.settle()

@@ -221,7 +221,7 @@ def test_a_claim_with_a_slot_that_a_rank_does_not_have_fails_at_once_and_says_so
 def test_a_notice_of_another_life_or_kind_is_refused(world: World) -> None:
     claim_of(world)
     rank = world.taking["decode/0"]
-    areas = world.targets["decode/0"]._areas.open
+    areas = world.targets["decode/0"].open_areas
     area = next(each for each in areas if each.peer.startswith("prefill/0#"))
     owner, generation = rank._owners[id(area)]
     landed = msg.Landed(

@@ -42,8 +42,7 @@ from penstock.errors import UnavailableError, counted
 from penstock.movers.base import WAIT_S
 from penstock.runtime.messages import decode_plan, decode_report, encode_report
 from penstock.runtime.rank import STEP_BUDGET_BYTES
-from penstock.transport.shared_memory import user_of_peer
-from penstock.transport.unix_sockets import NamedFolder, named_folder
+from penstock.transport.unix_sockets import NamedFolder, named_folder, socket_peer
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class ArenaServer:
                         f"{timeout_s:g} s"
                     ) from None
                 with peer, suppress(OSError):  # A peer that has gone is not a rank.
-                    if user_of_peer(peer) == os.getuid():
+                    if socket_peer(peer).uid == os.getuid():
                         socket.send_fds(peer, [names], list(arenas.values()))
                         served += 1
 
@@ -119,7 +118,7 @@ def fetch_arenas(engine: str, *, timeout_s: float = CONNECT_S) -> dict[str, int]
         link.settimeout(timeout_s)
         try:
             link.connect(bytes(_address(named_folder(_name(engine)))))
-            if user_of_peer(link) != os.getuid():
+            if socket_peer(link).uid != os.getuid():
                 raise UnavailableError("rank 0 does not share its memory: it is another user's")
             received, descriptors, _, _ = socket.recv_fds(link, NAMES_BYTES_MAX, DESCRIPTORS_MAX)
         except OSError as error:
