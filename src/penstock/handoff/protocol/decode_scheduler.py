@@ -10,6 +10,7 @@ given back only when no rank touches them any more.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
@@ -146,7 +147,7 @@ class DecodeScheduler(Party):
 
     def _by_name(self) -> list[tuple[str, Claimed]]:
         """All handoffs in the order of their names."""
-        return sorted(self.claimed.items(), key=_name)
+        return sorted(self.claimed.items(), key=itemgetter(0))
 
     def _require_new(self, handoff: str, epoch: int) -> None:
         last, _ = self.remembered.get((handoff,), (0, ""))
@@ -473,7 +474,3 @@ class DecodeScheduler(Party):
         claimed = self.claimed[handoff]
         state = advance(DECODE_MOVES, claimed.state, move)
         self.claimed[handoff] = claimed._replace(state=state)
-
-
-def _name(item: tuple[str, object]) -> str:
-    return item[0]

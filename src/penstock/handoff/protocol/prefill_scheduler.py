@@ -10,6 +10,7 @@ reads its blocks any more.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
@@ -135,7 +136,7 @@ class PrefillScheduler(Party):
 
     def _by_name(self) -> list[tuple[str, Prefill]]:
         """All handoffs in the order of their names."""
-        return sorted(self.prefills.items(), key=_name)
+        return sorted(self.prefills.items(), key=itemgetter(0))
 
     # Messages.
 
@@ -368,7 +369,3 @@ class PrefillScheduler(Party):
         prefill = self.prefills[handoff]
         state = advance(PREFILL_MOVES, prefill.state, move)
         self.prefills[handoff] = prefill._replace(state=state)
-
-
-def _name(item: tuple[str, object]) -> str:
-    return item[0]
