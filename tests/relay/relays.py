@@ -8,11 +8,13 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from penstock.relay import process
 from penstock.relay.agents import is_installed
+from penstock.relay.sides import NixlTarget, NixlWriter
 from penstock.transport.remote import Fenced
 from penstock.transport.waiting import wait_readable
 
@@ -20,15 +22,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.relay.process import RelayProcess
-    from penstock.relay.sides import NixlArea, NixlLink, NixlTarget
+    from penstock.relay.sides import NixlArea, NixlLink
     from penstock.transport.remote import WriteEnd
 
 needs_nixl = pytest.mark.skipif(
     not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12"
 )
+Side = TypeVar("Side", NixlTarget, NixlWriter)
 WAIT_S = 60.0
 """A busy machine may be late; it takes this long only if something failed."""
 LOOK_S = 0.02
+
+
+def apart(make: Callable[[], Side]) -> Side:
+    """A target or a writer that shares its relay with no other one of this process."""
+    made = make()
+    process._held.clear()
+    return made
 
 
 def until(condition: Callable[[], bool], descriptor: int, why: str) -> None:

@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from penstock.errors import UnavailableError
 from penstock.relay.process import (
     DEVICES,
-    RelayProcess,
     addresses_of_this_machine,
     hold_relay,
     ucx_environment,
@@ -21,7 +21,7 @@ from penstock.relay.process import (
 from penstock.relay.sides import NixlTarget, NixlWriter
 from penstock.transport.remote import HandoffAddresses, WriteDone
 from tests.machines.machines import ROOT, RUNTIME, Network, why_no_machines
-from tests.relay.relays import listening, needs_nixl, open_ready, pid_of, settle
+from tests.relay.relays import apart, listening, needs_nixl, open_ready, pid_of, settle
 
 LIMIT_S = 300.0
 HOST_6 = "fd00:77::1"
@@ -42,8 +42,8 @@ def where_relays_listen(hosts: list[str]) -> dict[str, list[tuple[str, int]]]:
     found = {}
     for host in hosts:
         place = addresses(f"tcp://{host}:5200")
-        target = NixlTarget(addresses=place)
-        writer = NixlWriter(relay=RelayProcess(ucx_environment(place)))
+        target = apart(partial(NixlTarget, addresses=place))
+        writer = apart(partial(NixlWriter, addresses=place))
         area = open_ready(target, 1 << 16)
         link = writer.connect(area.description)
         link.window(0, 4)[:] = 9

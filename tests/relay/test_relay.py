@@ -15,7 +15,6 @@ from penstock.errors import UnavailableError
 from penstock.relay import process
 from penstock.relay.agents import ENVIRONMENT
 from penstock.relay.messages import FRAME_BYTES_MAX, NEW_SESSION, READY, OpenSession
-from penstock.relay.process import RelayProcess
 from penstock.relay.sides import NixlTarget, NixlWriter
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import ProcessExited, ProcessSpec, ProcessStarted
@@ -27,6 +26,7 @@ from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
 from tests.relay.relays import (
     WAIT_S,
+    apart,
     await_fence,
     needs_nixl,
     open_ready,
@@ -49,14 +49,14 @@ SIZE = 64 << 20
 
 @pytest.fixture(name="target")
 def make_target() -> Iterator[NixlTarget]:
-    target = NixlTarget(relay=RelayProcess())
+    target = apart(NixlTarget)
     yield target
     target.close()
 
 
 @pytest.fixture(name="writer")
 def make_writer() -> Iterator[NixlWriter]:
-    writer = NixlWriter(relay=RelayProcess())
+    writer = apart(NixlWriter)
     yield writer
     writer.close()
 

@@ -283,17 +283,15 @@ class RelayProcess:
     """A relay of this process. It belongs to one thread.
 
     Args:
-        environment: keeps UCX to a network interface, see `interfaces`; left out, to loopback.
+        environment: keeps UCX to a network interface, see `ucx_environment`.
 
     Raises:
         ConfigError: NIXL is not installed.
         UnavailableError: the relay does not start.
     """
 
-    def __init__(self, environment: Environment | None = None) -> None:
+    def __init__(self, environment: Environment) -> None:
         require_nixl()
-        if environment is None:
-            environment = ucx_environment(HandoffAddresses())
         self._listener, self._path = listen()
         self._connection: socket.socket | None = None
         self._pidfd = -1
@@ -446,23 +444,18 @@ _held: dict[tuple[int, Environment], RelayProcess] = {}
 process: a fork has none."""
 
 
-def hold_relay(
-    addresses: HandoffAddresses | None = None, *, given: RelayProcess | None = None
-) -> RelayProcess:
+def hold_relay(addresses: HandoffAddresses | None = None) -> RelayProcess:
     """The relay of this process for some addresses, started if there is none.
 
     `release` gives it back.
 
     Args:
         addresses: whose network interface it uses; left out, it is reached on this machine only.
-        given: one to use instead; the caller releases it as it would the other.
 
     Raises:
         ConfigError: NIXL is not installed.
         UnavailableError: the relay does not start, or the addresses are on no interface.
     """
-    if given is not None:
-        return given
     key = os.getpid(), ucx_environment(addresses or HandoffAddresses())
     held = _held.get(key)
     if held is not None:

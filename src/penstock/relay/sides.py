@@ -114,7 +114,6 @@ class NixlTarget(AreaBooks[NixlArea]):
     """The side that is written to; see `Target`.
 
     Args:
-        relay: to use instead of the one that this process shares; it is released in the end.
         pin: makes the memory fit for a device; see `PinMemory`.
         addresses: whose interface is used; left out, writers are on this machine.
 
@@ -128,10 +127,9 @@ class NixlTarget(AreaBooks[NixlArea]):
         *,
         pin: PinMemory | None = None,
         addresses: HandoffAddresses | None = None,
-        relay: RelayProcess | None = None,
     ) -> None:
         super().__init__()
-        self.relay = hold_relay(addresses, given=relay)
+        self.relay = hold_relay(addresses)
         self._arenas = ArenaPool(huge_pages=False, pin=pin)
         self._epoll = select.epoll()
         self._epoll.register(self.relay.descriptor, select.EPOLLIN)
@@ -218,7 +216,6 @@ class NixlWriter:
     """Connects to areas that targets described; has the relay that all its links use.
 
     Args:
-        relay: to use instead of the one that this process shares; it is released in the end.
         pin: makes the mirrors fit for a device; see `PinMemory`.
         addresses: whose interface is used; left out, targets are on this machine.
 
@@ -232,9 +229,8 @@ class NixlWriter:
         *,
         pin: PinMemory | None = None,
         addresses: HandoffAddresses | None = None,
-        relay: RelayProcess | None = None,
     ) -> None:
-        self.relay = hold_relay(addresses, given=relay)
+        self.relay = hold_relay(addresses)
         self._pin = pin
         self._links: list[NixlLink] = []
 
