@@ -21,7 +21,7 @@ from enum import IntEnum
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -155,83 +155,27 @@ class Word(IntEnum):
 _WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS = map(int, Word)
 
 
-class Calls(Protocol):
-    """Records the calls of a batch."""
-
-    without: str
-    """Why calls are made from Python; empty if they are compiled."""
-
-    def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Has a stream wait on the device for an event."""
-        ...
-
-    def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Marks what the stream was given so far."""
-        ...
-
-    def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
-        """Copies one extent."""
-        ...
-
-    def clear(self, stream: Stream, address: int, length: int) -> None:
-        """Writes zeros."""
-        ...
-
-    def launch(
-        self,
-        kernel: PackingKernel,
-        rows: int,
-        blocks: int,
-        arguments: tuple[int, ...],
-        stream: Stream,
-    ) -> None:
-        """Launches a grid of `rows × blocks` programs."""
-        ...
-
-    def follow(self, link: CudaLink, event: StreamEvent) -> None:
-        """What is sent over the link from now on waits for an event."""
-        ...
-
-    def mark(self, event: StreamEvent, link: CudaLink) -> None:
-        """Marks what was sent over the link so far."""
-        ...
-
-    def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
-        """Copies extents in turns: target, source and length of each, one after the other."""
-        ...
-
-    def make(self) -> None:
-        """Makes the recorded calls.
-
-        Raises `UnavailableError`: one failed; the device may be lost.
-        """
-        ...
-
-    def reached(self, events: Sequence[StreamEvent]) -> int:
-        """How many of these events, which are reached in order, were reached."""
-        ...
-
-    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
-        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
-        ...
-
-
 class PlainCalls:
     """Each call at once, from Python."""
 
     def __init__(self, without: str = "") -> None:
         self.without = without
+        """Why calls are made from Python; empty if they are compiled."""
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
+        """Has a stream wait on the device for an event."""
         stream.wait_for(event)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
+        """Marks what the stream was given so far."""
         event.record(stream.handle)
 
     def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
+        """Copies one extent."""
         stream.copy_extents([source], [target], [length])
 
     def clear(self, stream: Stream, address: int, length: int) -> None:
+        """Writes zeros."""
         stream.clear(address, length)
 
     def launch(
@@ -242,29 +186,38 @@ class PlainCalls:
         arguments: tuple[int, ...],
         stream: Stream,
     ) -> None:
+        """Launches a grid of `rows × blocks` programs."""
         kernel.launch(rows, blocks, arguments, stream.number)
 
     def follow(self, link: CudaLink, event: StreamEvent) -> None:
+        """What is sent over the link from now on waits for an event."""
         link.next_stream.wait_for(event)
 
     def mark(self, event: StreamEvent, link: CudaLink) -> None:
+        """Marks what was sent over the link so far."""
         event.record(link.stream.handle)
 
     def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
+        """Copies extents in turns: target, source and length of each, one after the other."""
         triples = zip(extents[0::3], extents[1::3], extents[2::3], strict=True)
         for targets, sources, lengths in in_turns(triples, turn_bytes):
             link.take_turn(targets, sources, lengths)
 
     def make(self) -> None:
-        pass
+        """Makes the calls that were recorded, if they were not made at once.
+
+        Raises `UnavailableError`: one failed; the device may be lost.
+        """
 
     def reached(self, events: Sequence[StreamEvent]) -> int:
+        """How many of these events, which are reached in order, were reached."""
         for number, event in enumerate(events):
             if not event.reached:
                 return number
         return len(events)
 
     def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
+        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
         manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
 
@@ -347,6 +300,10 @@ class CompiledCalls:
                 f"must take {least} to {least + HIDDEN_MAX} and none"
             )
         return (kernel.threads, kernel.shared_bytes, count), (0,) * hidden
+
+
+Calls = PlainCalls | CompiledCalls
+"""Records the calls of a batch."""
 
 
 def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
