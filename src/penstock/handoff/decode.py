@@ -265,7 +265,7 @@ def open_decode(
 
 def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
     assert opening.tier is not None
-    taker: PartTaker[Any]
+    taker: PartTaker
     options: dict[str, Any] = {}
     if opening.on_gpu:
         from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415

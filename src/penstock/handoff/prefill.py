@@ -19,7 +19,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 import msgspec
 
@@ -383,7 +383,7 @@ def open_prefill(
 
 def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
     assert opening.tier is not None
-    reader: PartReader[Any] = ArrayReader(opening.tier, opening.checksum)
+    reader: PartReader = ArrayReader(opening.tier, opening.checksum)
     pin: PinMemory | None = None
     events: LayerEvents | None = None
     if opening.on_gpu:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.handoff.driver.party_driver import Content, PartyDriver, decode_content, unseal
@@ -83,7 +83,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         name: str,
         lines: Lines,
         *,
-        taker: PartTaker[Any],
+        taker: PartTaker,
         target: Target,
         incarnation: int,
         settings: HandoffSettings,

@@ -82,7 +82,7 @@ class _Reading(NamedTuple):
 
 
 class DeviceReader:
-    """Packs parts out of the tensors of a device; see `PartReader`. Sums are `MIX64`.
+    """Packs parts out of the tensors of a device; see `ArrayReader`. Sums are `MIX64`.
 
     Args:
         tier: the KV of the rank, on the current device.
@@ -171,7 +171,7 @@ class _Taking(NamedTuple):
 
 
 class DeviceTaker:
-    """Puts parts into the tensors of a device; see `PartTaker`. Sums are `MIX64`.
+    """Puts parts into the tensors of a device; see `ArrayTaker`. Sums are `MIX64`.
 
     Args:
         tier: the KV of the rank, on the current device.

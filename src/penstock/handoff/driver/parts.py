@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
     from penstock.handoff.protocol.effects import Take
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.identity import WriteId
@@ -66,10 +67,6 @@ CELLS_MAX = (NOTICE_BYTES_MAX - _NOTICE_ROOM) // SUM_BYTES
 """A part has no more cells than this, since their sums travel in its notice."""
 PART_FORMS_KEPT = 1024
 """Groups of layers whose arithmetic is kept for a route: more than models have layers."""
-
-
-Window_contra = TypeVar("Window_contra", contravariant=True)
-"""What bytes of a berth are: an array, or a tensor on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -193,84 +190,6 @@ class RouteParts:
             block_bytes=0 if packed is None else packed.block_bytes,
             cell_count=0 if packed is None else len(packed.cells),
         )
-
-
-class PartReader(Protocol[Window_contra]):
-    """Packs parts out of the slots of one rank."""
-
-    @property
-    def slot_count(self) -> int:
-        """How many slots there are."""
-        ...
-
-    def read(
-        self,
-        write: WriteId,
-        form: PartForm,
-        slots: Sequence[int],
-        keys: Sequence[bytes],
-        memory: Window_contra,
-    ) -> bytes | None:
-        """Packs blocks into `memory`: their cell sums if that is done, nothing if it has begun."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another part can be begun."""
-        ...
-
-    def ended(self) -> list[tuple[WriteId, bytes]]:
-        """The parts that were begun and are packed now, with their sums; never waits."""
-        ...
-
-    def forget(self, write: WriteId) -> None:
-        """Nothing more is to be moved for this write."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a part was begun and has not ended."""
-        ...
-
-
-class PartTaker(Protocol[Window_contra]):
-    """Puts parts into the slots of one rank."""
-
-    @property
-    def slot_count(self) -> int:
-        """How many slots there are."""
-        ...
-
-    def take(
-        self,
-        take: Take,
-        route: RouteParts,
-        form: PartForm,
-        memory: Window_contra,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-    ) -> bool | None:
-        """Verifies and puts away: whether it was intact, or nothing if that has begun."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another part can be begun."""
-        ...
-
-    def ended(self) -> list[tuple[Take, bool]]:
-        """The parts that were begun and have ended, and whether they were intact."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a part was begun and has not ended."""
-        ...
-
-    @property
-    def descriptor(self) -> int | None:
-        """Readable while there are ends to take; nothing where one has to ask `ended`."""
-        ...
 
 
 def windows_of(packed: Layout, target: Layout) -> Iterator[tuple[Layout, Layout]]:
@@ -494,20 +413,24 @@ class ArrayReader:
         keys: Sequence[bytes],
         memory: NDArray[np.uint8],
     ) -> bytes | None:
+        """Packs blocks into `memory`: their cell sums if that is done, nothing if it has begun."""
         return self._gather_of(form).gather(slots, keys, memory)
 
     @property
     def has_room(self) -> bool:
+        """Whether another part can be begun."""
         return True
 
     def ended(self) -> list[tuple[WriteId, bytes]]:
+        """The parts that were begun and are packed now, with their sums; never waits."""
         return []
 
     def forget(self, write: WriteId) -> None:
-        """Nothing stays under way."""
+        """Nothing more is to be moved for this write."""
 
     @property
     def busy(self) -> bool:
+        """Whether a part was begun and has not ended."""
         return False
 
 
@@ -541,6 +464,7 @@ class ArrayTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
+        """Verifies and puts away: whether it was intact, or nothing if that has begun."""
         scatter = self._scatter_of(route, form)
         if self._thread is not None and scatter.begin(self._thread, memory, keys, take.sums, slots):
             self._taking.append(take)
@@ -549,25 +473,35 @@ class ArrayTaker:
 
     @property
     def has_room(self) -> bool:
+        """Whether another part can be begun."""
         return self._thread is None or self._thread.has_room
 
     def ended(self) -> list[tuple[Take, bool]]:
+        """The parts that were begun and have ended, and whether they were intact."""
         if self._thread is None:
             return []
         return [(self._taking.popleft(), intact) for intact in self._thread.ended()]
 
     @property
     def busy(self) -> bool:
+        """Whether a part was begun and has not ended."""
         return bool(self._taking)
 
     @property
     def descriptor(self) -> int | None:
+        """Readable while there are ends to take; nothing where one has to ask `ended`."""
         return None if self._thread is None else self._thread.descriptor
 
     def close(self) -> None:
         """Ends the thread: nothing touches areas or slots after this."""
         if self._thread is not None:
             self._thread.close()
+
+
+PartReader: TypeAlias = "ArrayReader | DeviceReader"
+"""Packs parts out of the slots of one rank."""
+PartTaker: TypeAlias = "ArrayTaker | DeviceTaker"
+"""Puts parts into the slots of one rank."""
 
 
 def open_array_taker(tier: SlotStore, algorithm: Algorithm) -> ArrayTaker:

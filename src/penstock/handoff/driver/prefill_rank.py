@@ -228,7 +228,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         name: str,
         lines: Lines,
         *,
-        reader: PartReader[Any],
+        reader: PartReader,
         connect: Callable[[bytes], WriterLink],
         incarnation: int,
         settings: HandoffSettings,
@@ -444,7 +444,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         assert route is not None, "claims without a route are refused"
         place = route.place(write.grid, name.part, prompt.token_count)
         try:
-            window = area.link.window(name.berth * area.berth_bytes, place.size)
+            # An array, for readers on the CPU and for those of a device alike.
+            window: Any = area.link.window(name.berth * area.berth_bytes, place.size)
         except UnavailableError:
             area.queue.popleft()
             self._fail(name)
