@@ -11,7 +11,6 @@ The one rule: the blocks of a claim belong to the handoff until its `HandoffResu
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -271,26 +270,21 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
         from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415
 
         part_bytes, options = opening.settings.bounds.berth_bytes, {"pin": pin_memory}
-        taker = opening.undo.enter_context(
-            closing(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
-        )
+        taker = opening.keep(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
     if opening.transport.takes_addresses:
         options["addresses"] = opening.addresses(name)
-    target = opening.transport.open_target(folder, **options)
-    opening.undo.callback(target.close)
+    target = opening.keep(opening.transport.open_target(folder, **options))
     if not opening.on_gpu:
         # Closed before the target is, whose areas its thread reads.
-        taker = opening.undo.enter_context(
-            closing(open_array_taker(opening.tier, opening.checksum))
+        taker = opening.keep(open_array_taker(opening.tier, opening.checksum))
+    return opening.keep(
+        DecodeRankDriver(
+            opening.directory,
+            name,
+            opening.lines(name),
+            taker=taker,
+            target=target,
+            incarnation=draw_incarnation(),
+            settings=opening.settings,
         )
-    driver = DecodeRankDriver(
-        opening.directory,
-        name,
-        opening.lines(name),
-        taker=taker,
-        target=target,
-        incarnation=draw_incarnation(),
-        settings=opening.settings,
     )
-    opening.undo.callback(driver.close)
-    return driver

@@ -14,7 +14,7 @@ import reprlib
 import secrets
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from penstock.transport.base import Waitable
     from penstock.vocabulary.keys import Tokens
 
+ClosableT = TypeVar("ClosableT", bound=Any)
 SUBMITTING_S = 0.002
 """How often to advance beside a thread that submits a step. A look takes 0.3 ms and a part as much
 again, in a thread that needs 0.4 ms to submit a layer."""
@@ -442,9 +443,12 @@ class Opening:
 
     def lines(self, name: str) -> ZmqLines:
         """The connections of one party."""
-        lines = zmq_lines(self.directory, name, secret=self.pair.secret, listener=self._listener)
-        self.undo.callback(lines.close)
-        return lines
+        secret, listener = self.pair.secret, self._listener
+        return self.keep(zmq_lines(self.directory, name, secret=secret, listener=listener))
+
+    def keep(self, opened: ClosableT) -> ClosableT:
+        """Closes it if opening fails, and with the handoff; what was opened last, first."""
+        return self.undo.enter_context(closing(opened))
 
 
 HandoffT = TypeVar("HandoffT", bound=Handoff)

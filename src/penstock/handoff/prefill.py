@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from contextlib import closing
 from typing import TYPE_CHECKING, Unpack, overload
 
 import msgspec
@@ -391,26 +390,22 @@ def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
         from penstock.movers.cuda.streams import StreamEvent  # noqa: PLC0415 - both need CUDA
 
         part_bytes = opening.settings.bounds.berth_bytes
-        reader = opening.undo.enter_context(
-            closing(DeviceReader(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
-        )
+        reader = opening.keep(DeviceReader(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
         pin = pin_memory
-        events = opening.undo.enter_context(closing(LayerEvents(StreamEvent)))
-    writer = opening.undo.enter_context(
-        closing(Writer(opening.transport, pin=pin, addresses=opening.addresses(name)))
+        events = opening.keep(LayerEvents(StreamEvent))
+    writer = opening.keep(Writer(opening.transport, pin=pin, addresses=opening.addresses(name)))
+    return opening.keep(
+        PrefillRankDriver(
+            opening.directory,
+            name,
+            opening.lines(name),
+            reader=reader,
+            connect=writer.connect,
+            incarnation=draw_incarnation(),
+            settings=opening.settings,
+            progress=events,
+        )
     )
-    driver = PrefillRankDriver(
-        opening.directory,
-        name,
-        opening.lines(name),
-        reader=reader,
-        connect=writer.connect,
-        incarnation=draw_incarnation(),
-        settings=opening.settings,
-        progress=events,
-    )
-    opening.undo.callback(driver.close)
-    return driver
 
 
 def _admit(driver: PrefillRankDriver, offer: HandoffOffer) -> None:
