@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lab.explore.world import Violation
-from lab.fixtures.handoff_machines import clone, freeze
+from lab.fixtures.handoff_machines import clone, freeze, introduce
 from lab.worlds import actions as do
 from lab.worlds.scene import identity_of
 from penstock.handoff.protocol import effects as ef
@@ -63,7 +63,7 @@ class Actor(Generic[M]):
             case do.Expire(timer=timer):
                 return self.machine.expire(timer, now)
             case do.Introduce(peer=peer):
-                return self.machine.introduce(peer, now)
+                return introduce(self.machine, peer, now)
             case do.Suspect(name=name):
                 return self.machine.suspect(name, now)
             case do.Greet(name=name):
@@ -100,7 +100,7 @@ class Actor(Generic[M]):
         self.machine = self._new_machine(identity)
         effects: Effects = []
         for peer in peers:
-            effects += self.machine.introduce(peer, 0.0)
+            effects += introduce(self.machine, peer, 0.0)
         return effects
 
     def clone(self) -> Self:

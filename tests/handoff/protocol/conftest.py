@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.handoff_machines import introduce
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
@@ -122,7 +123,7 @@ class World:
     def introduce(self, one: str, other: str) -> None:
         for name, peer in ((one, other), (other, one)):
             identity = self.parties[peer].identity
-            self.do(name, lambda p, i=identity: p.introduce(i, self.now))
+            self.do(name, lambda p, i=identity: introduce(p, i, self.now))
 
     def crash(self, name: str) -> None:
         """A party dies: colleagues see it, its moves and the observing of its writes end."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.fixtures.handoff_machines import books_of, clone, freeze
+from lab.fixtures.handoff_machines import books_of, clone, freeze, introduce
 from penstock.handoff.protocol.identity import Identity, Life
 from penstock.handoff.protocol.messages import Ping, Refused
 
@@ -101,7 +101,7 @@ def answers(party: Party, world: World, heard: list[AnyMessage]) -> dict[str, ob
         other = world.parties[peer].identity
         later = Identity(Life(peer, 1000), other.role, other.facts)
         inputs[f"suspect {peer}"] = lambda p, n=peer: p.suspect(n, world.now)
-        inputs[f"meet {peer}"] = lambda p, i=later: p.introduce(i, world.now)
+        inputs[f"meet {peer}"] = lambda p, i=later: introduce(p, i, world.now)
         inputs[f"hear {peer} again"] = lambda p, n=peer, i=other: [
             *p.suspect(n, world.now),
             *p.receive(Ping(sender=i.life, target=p.life), world.now),

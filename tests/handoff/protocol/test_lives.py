@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.fixtures.handoff_machines import freeze
+from lab.fixtures.handoff_machines import freeze, introduce
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import Grid
@@ -188,7 +188,7 @@ def test_p4_an_earlier_life_does_not_come_back(make_world: type[World]) -> None:
 
     assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
     with pytest.raises(ValueError, match="is an earlier life of"):
-        world.parties["d0"].introduce(first, 0.0)
+        introduce(world.parties["d0"], first, 0.0)
 
 
 def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one(
@@ -206,7 +206,7 @@ def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one(
 
     assert world.parties["p0"].life_of("d0") == present.life
     assert world.parties["p0"].is_open("d0")
-    world.parties["p0"].introduce(present, 0.0)
+    introduce(world.parties["p0"], present, 0.0)
 
 
 def test_p4_a_next_life_is_met_when_it_has_answered(make_world: type[World]) -> None:

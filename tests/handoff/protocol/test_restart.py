@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.fixtures.handoff_machines import freeze
+from lab.fixtures.handoff_machines import freeze, introduce
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.prefill_rank import PrefillRank
@@ -44,7 +44,7 @@ def sees_dead(world: World) -> list[eff.AnyEffect]:
 
 def hears_of_the_next(world: World) -> list[eff.AnyEffect]:
     world.start("P")
-    return rank_of(world).introduce(world.parties["P"].identity, 1.0)
+    return introduce(rank_of(world), world.parties["P"].identity, 1.0)
 
 
 def gets_work(world: World) -> list[eff.AnyEffect]:

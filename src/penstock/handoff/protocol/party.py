@@ -297,21 +297,6 @@ class Party(ABC):
         self._expire(timer)
         return self.effects
 
-    def introduce(self, peer: Identity, now: float) -> list[AnyEffect]:
-        """Makes a party known as if it had sent `Welcome`.
-
-        Raises `ValueError`: it does not fit; or this life of it is known to be over.
-        """
-        problem = misfit(self.identity, peer)
-        if problem is not None:
-            raise ValueError(f"{peer.life} does not fit: {problem}")
-        known = self.peers.get(peer.life.name)
-        if known is not None and peer.life.incarnation in known.buried:
-            raise ValueError(f"{peer.life} is an earlier life of {known.incarnation:016x}")
-        self._start(now)
-        self._meet(peer)
-        return self.effects
-
     def suspect(self, name: str, now: float) -> list[AnyEffect]:
         """A peer has been silent for too long, or a colleague was seen dead.
 
