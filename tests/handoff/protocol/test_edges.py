@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from lab.fixtures.shards import Shard
 from lab.fixtures.handoff_machines import sizes
+from lab.fixtures.shards import Shard
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Identity, Life, form_facts, misfit
