@@ -112,7 +112,10 @@ def test_the_next_turn_on_another_server_finds_what_decode_has_generated(
         by_tier = second["usage"]["cached_by_tier"]
         expected = reported(other, told + PROMPT[:12], logprobs=5, cache="off")
 
-    assert first["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": 0}
+    # Decode asks the store as well: on a busy machine, what prefill has just saved may be there.
+    shared_by_prefill = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert first["usage"]["cached_by_tier"].pop("shared") in range(shared_by_prefill + 1)
+    assert first["usage"]["cached_by_tier"] == {"device": 0, "host": 0}
     assert found == whole * BLOCK_TOKENS
     if reader == "instance-0":
         assert by_tier == {"device": 0, "host": 0, "shared": found}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lab.sim.runtime.world import RuntimeWorld
-    from penstock.store.process.sessions import PeerCredentials
+    from penstock.transport.unix_sockets import SocketPeer
 
 _EVENT_FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
@@ -137,14 +137,14 @@ class SimListener:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, _EVENT_FLAGS)
-        self._waiting: deque[tuple[SimSocket, PeerCredentials]] = deque()
+        self._waiting: deque[tuple[SimSocket, SocketPeer]] = deque()
 
-    def put(self, channel: SimSocket, peer: PeerCredentials) -> None:
+    def put(self, channel: SimSocket, peer: SocketPeer) -> None:
         """Somebody connects."""
         self._waiting.append((channel, peer))
         os.eventfd_write(self.descriptor, 1)
 
-    def accept(self) -> Iterator[tuple[SimSocket, PeerCredentials]]:
+    def accept(self) -> Iterator[tuple[SimSocket, SocketPeer]]:
         """Those who have connected since the last call."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)

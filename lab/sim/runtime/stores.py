@@ -39,9 +39,10 @@ from penstock.store.process.client import ArenaOffer, StoreSession
 from penstock.store.process.link import StoreLink
 from penstock.store.process.messages import SaveRequest, StoreConfig, StoreTierConfig, split_keys
 from penstock.store.process.server import StoreServer
-from penstock.store.process.sessions import PeerCredentials, StoreConnection
+from penstock.store.process.sessions import StoreConnection
 from penstock.store.process.tier_slots import TierSlot
 from penstock.tiers.host import HostTier
+from penstock.transport.unix_sockets import SocketPeer
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ class Stores:
                 return None
             near, far = sim_socket_pair(self.world, arrived, process.call, self.conditions.delay_s)
             self._sockets += (near, far)
-            process.listener.put(far, PeerCredentials(self._pids, os.getuid(), os.getgid()))
+            process.listener.put(far, SocketPeer(self._pids, os.getuid(), os.getgid()))
             process.call()
             return StoreConnection(near, process.pid, process.death.pidfd())  # type: ignore[arg-type]
 

@@ -27,7 +27,6 @@ import fcntl
 import os
 import select
 import socket
-import struct
 from collections import Counter, deque
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from penstock.store.process.messages import (
     join_parents,
     split_keys,
 )
-from penstock.transport.unix_sockets import receive_packet, send_packet
+from penstock.transport.unix_sockets import receive_packet, send_packet, socket_peer
 from penstock.vocabulary.frames import short
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
     )
     from penstock.store.process.tier_slots import TierSlot
     from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
-    from penstock.transport.unix_sockets import Packet
+    from penstock.transport.unix_sockets import Packet, SocketPeer
     from penstock.vocabulary.keys import Key
 
 
@@ -73,24 +72,10 @@ BACKLOG = 128
 """Connections that wait to be accepted: all ranks of a machine start at once."""
 SEND_BUFFER_BYTES = 2 * FRAME_BYTES_MAX
 """What is asked for; the kernel may give less, and gives one frame in any case."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class StoreBusyError(UnavailableError):
     """Another process serves this socket, and is alive."""
-
-
-class PeerCredentials(NamedTuple):
-    """Who is at the other end of a Unix socket."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def peer_credentials(channel: socket.socket) -> PeerCredentials:
-    raw = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return PeerCredentials(*_CREDENTIALS.unpack(raw))
 
 
 class StoreListener:
@@ -141,7 +126,7 @@ class StoreListener:
         """Readable while somebody waits to be accepted."""
         return self._listener.fileno()
 
-    def accept(self) -> Iterator[tuple[socket.socket, PeerCredentials]]:
+    def accept(self) -> Iterator[tuple[socket.socket, SocketPeer]]:
         """Those who have connected since the last call."""
         for _ in range(BACKLOG):
             try:
@@ -155,7 +140,7 @@ class StoreListener:
                 return
             channel.settimeout(0)
             _set_buffer(channel)
-            yield channel, peer_credentials(channel)
+            yield channel, socket_peer(channel)
 
     def _turn_away(self) -> None:
         """Closes the next connection: left alone, it would wake the loop again and again."""
@@ -197,7 +182,7 @@ def connect_store(path: Path) -> StoreConnection | None:
             return None
         except OSError as error:
             raise UnavailableError(f"cannot connect to {path}: {error.strerror}") from error
-        peer = peer_credentials(channel)
+        peer = socket_peer(channel)
         if peer.uid not in {os.getuid(), 0}:
             raise UnavailableError(
                 f"{path} is served by user {peer.uid}, must be by user {os.getuid()} or root"
