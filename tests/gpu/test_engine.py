@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
@@ -256,7 +257,7 @@ def test_two_steps_in_flight_answer_as_one_at_a_time(engines: Any) -> None:
 
     one = run(engines(flying=1), *requests)
     stop = tokens_of(one["stopped"])[7]
-    requests[2] = replace(requests[2], stop_tokens=frozenset({stop}))
+    requests[2] = msgspec.structs.replace(requests[2], stop_tokens=frozenset({stop}))
     two = run(engines(flying=2, graphs=True), *requests)
 
     assert tokens_of(one["greedy"]) == tokens_of(two["greedy"])
