@@ -97,7 +97,8 @@ class FindingStatus(Enum):
 class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """What one check found."""
 
-    check: str
+    check: str = ""
+    """Where a check leaves it empty, `examine` writes the check's own name."""
     status: FindingStatus
     seen: str
     remedy: str = ""
@@ -107,15 +108,15 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"remedy: a finding that is {self.status.value} has {self.remedy!r}")
 
 
-def _ok(check: str, seen: str) -> DoctorFinding:
+def _ok(seen: str, *, check: str = "") -> DoctorFinding:
     return DoctorFinding(check=check, status=FindingStatus.OK, seen=seen)
 
 
-def _warning(check: str, seen: str, remedy: str) -> DoctorFinding:
+def _warning(seen: str, remedy: str, *, check: str = "") -> DoctorFinding:
     return DoctorFinding(check=check, status=FindingStatus.WARNING, seen=seen, remedy=remedy)
 
 
-def _problem(check: str, seen: str, remedy: str) -> DoctorFinding:
+def _problem(seen: str, remedy: str, *, check: str = "") -> DoctorFinding:
     return DoctorFinding(check=check, status=FindingStatus.PROBLEM, seen=seen, remedy=remedy)
 
 
@@ -158,25 +159,22 @@ def _host_bytes(facts: MachineFacts) -> int:
 def _check_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
     limits = memory_limits(facts.read)
     if not limits:
-        yield _ok("memory", "the machine does not say how much there is")
+        yield _ok("the machine does not say how much there is")
         return
     tightest = min(limits, key=lambda limit: limit.available_bytes)
     seen = f"{gib(tightest.available_bytes)} are available: {tightest.source}"
     wanted = _host_bytes(facts)
     if wanted > tightest.available_bytes:
         yield _problem(
-            "memory",
             f"{seen}; host tiers need {gib(wanted)}",
             "make the host tiers smaller (each rank of each instance takes gib), start fewer, end "
             "other programs, or raise the limit (memory.max, docker --memory, "
             "resources.limits.memory)",
         )
     elif tightest.available_bytes < MEMORY_BYTES_MIN:
-        yield _warning(
-            "memory", seen, f"free some: a server needs {gib(MEMORY_BYTES_MIN)} and its model"
-        )
+        yield _warning(seen, f"free some: a server needs {gib(MEMORY_BYTES_MIN)} and its model")
     else:
-        yield _ok("memory", f"{seen}; host tiers need {gib(wanted)}" if wanted else seen)
+        yield _ok(f"{seen}; host tiers need {gib(wanted)}" if wanted else seen)
 
 
 def _check_locked_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
@@ -186,22 +184,20 @@ def _check_locked_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
     adapters = facts.names_in("/sys/class/infiniband")
     if limited and adapters and soft < max(_host_bytes(facts), 1 << 30):
         yield _warning(
-            "locked memory",
             f"{seen}, and there are RDMA adapters ({', '.join(adapters)})",
             "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1): "
             "NIXL registers memory with them, which counts as locked",
         )
     else:
-        yield _ok("locked memory", seen)
+        yield _ok(seen)
 
 
 def _check_open_files(facts: MachineFacts) -> Iterator[DoctorFinding]:
     soft, hard = facts.limit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_MIN:
-        yield _ok("open files", f"RLIMIT_NOFILE is {'unlimited' if soft < 0 else soft}")
+        yield _ok(f"RLIMIT_NOFILE is {'unlimited' if soft < 0 else soft}")
         return
     yield _warning(
-        "open files",
         f"RLIMIT_NOFILE is {soft} of at most {'any number' if hard < 0 else hard}",
         f"ulimit -n {FILES_MIN} or more (systemd: LimitNOFILE=, docker: --ulimit nofile=)",
     )
@@ -210,15 +206,14 @@ def _check_open_files(facts: MachineFacts) -> Iterator[DoctorFinding]:
 def _check_huge_pages(facts: MachineFacts) -> Iterator[DoctorFinding]:
     wanted = _host_bytes(facts)
     if not wanted:
-        yield _ok("huge pages", "no host tier asks for them")
+        yield _ok("no host tier asks for them")
         return
     best = pages_to_try(wanted, facts.read)[0]
     if best is not Pages.PLAIN:
-        yield _ok("huge pages", f"host tiers get {best.value} pages")
+        yield _ok(f"host tiers get {best.value} pages")
         return
     missing = huge_pages_missing(wanted, facts.read)
     yield _warning(
-        "huge pages",
         f"host tiers of {gib(wanted)} get plain pages",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, or set "
         f"{missing} more of {gib(huge_page_bytes(facts.read))} aside (sysctl vm.nr_hugepages)",
@@ -228,7 +223,7 @@ def _check_huge_pages(facts: MachineFacts) -> Iterator[DoctorFinding]:
 def _check_numa(facts: MachineFacts) -> Iterator[DoctorFinding]:
     nodes = online_nodes(facts.read)
     if len(nodes) == 1:
-        yield _ok("numa", "the machine has one node")
+        yield _ok("the machine has one node")
         return
     of_gpus = sorted({gpu.numa_node for gpu in facts.gpus() if gpu.numa_node >= 0})
     seen = f"nodes {nodes}, GPUs on {of_gpus or 'no known one'}"
@@ -239,32 +234,29 @@ def _check_numa(facts: MachineFacts) -> Iterator[DoctorFinding]:
     ]
     if strays:
         yield _warning(
-            "numa",
             f"{seen}; host tiers: {', '.join(strays)}",
             f"numa_node = {of_gpus[0]} for the tier, so that copies do not cross sockets; an "
             "engine for each node where GPUs are on several",
         )
     else:
-        yield _ok("numa", seen)
+        yield _ok(seen)
 
 
 def _check_cpus(facts: MachineFacts) -> Iterator[DoctorFinding]:
     cores, quota = facts.cores(), _cpu_quota(facts)
     if quota is not None and quota < cores:
         yield _warning(
-            "cpu limit",
             f"{cores} cores can be used, but only {quota:.2g} of them at a time (cgroup quota)",
             f"engine.threads = {max(1, math.floor(quota))}, or raise the quota (docker --cpus, "
             "resources.limits.cpu): threads beyond it are stopped within steps",
         )
     elif cores < 2:
         yield _warning(
-            "cpu limit",
             "1 core can be used",
             "give it two or more: the engine and the server's processes take turns otherwise",
         )
     else:
-        yield _ok("cpu limit", f"{cores} cores can be used")
+        yield _ok(f"{cores} cores can be used")
 
 
 def _cpu_quota(facts: MachineFacts) -> float | None:
@@ -281,10 +273,9 @@ def _cpu_quota(facts: MachineFacts) -> float | None:
 def _check_shared_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
     room = facts.room("/dev/shm")
     if room is None or room.total_bytes >= SHM_BYTES_MIN:
-        yield _ok("/dev/shm", "not found" if room is None else f"{gib(room.total_bytes)}")
+        yield _ok("not found" if room is None else f"{gib(room.total_bytes)}")
         return
     yield _warning(
-        "/dev/shm",
         f"{gib(room.total_bytes)}",
         "docker --shm-size=8g or --ipc=host (Kubernetes: an emptyDir of medium Memory): ranks of "
         "vLLM and NCCL exchange data there",
@@ -295,10 +286,9 @@ def _check_compiler(facts: MachineFacts) -> Iterator[DoctorFinding]:
     found = facts.compiler()
     says = facts.compiler_says(found) if found else ""
     if says:
-        yield _ok("compiler", says)
+        yield _ok(says)
         return
     yield _warning(
-        "compiler",
         f"{found} does not run" if found else "no C compiler: neither CC is set nor gcc found",
         "apt-get install gcc, or set CC: copies and checksums are computed by slower code without",
     )
@@ -310,22 +300,20 @@ def _check_cuda(facts: MachineFacts) -> Iterator[DoctorFinding]:
     wanted = engine is not None and engine.device.startswith("cuda")
     driver = facts.read("/proc/driver/nvidia/version").partition("\n")[0].strip()
     if gpus and driver:
-        yield _ok("cuda", f"{counted(len(gpus), 'GPU')}; {driver}")
+        yield _ok(f"{counted(len(gpus), 'GPU')}; {driver}")
     elif gpus:
         yield _problem(
-            "cuda",
             f"{counted(len(gpus), 'GPU')} on the bus, but no driver "
             "(/proc/driver/nvidia is missing)",
             "install NVIDIA's driver; in a container, start it with --gpus all",
         )
     elif wanted:
         yield _problem(
-            "cuda",
             "engine.device is 'cuda', and there is no NVIDIA GPU",
             "engine.device = 'cpu', or start the container with --gpus all",
         )
     else:
-        yield _ok("cuda", "there is no NVIDIA GPU: the CPU computes")
+        yield _ok("there is no NVIDIA GPU: the CPU computes")
 
 
 def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
@@ -334,16 +322,13 @@ def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
         return
     rates = facts.gpu_rates()
     if isinstance(rates, str):
-        yield _warning(
-            "pcie", f"not measured: {rates}", f"{install_hint('torch')}, with CUDA, and retry"
-        )
+        yield _warning(f"not measured: {rates}", f"{install_hint('torch')}, with CUDA, and retry")
     measured = {} if isinstance(rates, str) else {rate.address: rate for rate in rates}
     for gpu in gpus:
         full = link_bytes_per_s(gpu.speed_max, gpu.width_max)
         name = f"{gpu.address}: PCIe {gpu.speed_max} × {gpu.width_max}"
         if gpu.width and gpu.width != gpu.width_max:
             yield _warning(
-                "pcie",
                 f"{name}, of which {gpu.width} lanes are in use",
                 "seat the GPU in a slot with all its lanes, or look for a faulty riser",
             )
@@ -355,12 +340,11 @@ def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
 def _link_finding(name: str, full: float | None, down: float, up: float) -> DoctorFinding:
     seen = f"{name}: {down / 1e9:.1f} GB/s to the GPU, {up / 1e9:.1f} GB/s to the host"
     if full is None:
-        return _ok("pcie", f"{seen}; the bus does not say what the link should give")
+        return _ok(f"{seen}; the bus does not say what the link should give")
     seen = f"{seen}, {min(down, up) / full:.0%} of the link's {full / 1e9:.1f} GB/s"
     if min(down, up) >= LINK_SHARE_MIN * full:
-        return _ok("pcie", seen)
+        return _ok(seen)
     return _warning(
-        "pcie",
         seen,
         "look whether other programs use the GPU, whether memory is on its NUMA node, and in the "
         "BIOS at ACS, IOMMU and the link's speed",
@@ -380,7 +364,6 @@ def _check_disks(facts: MachineFacts) -> Iterator[DoctorFinding]:
         rate = facts.disk_rate(path)
         if isinstance(rate, str):
             yield _problem(
-                "disk",
                 f"tier {name!r}: nothing can be written: {rate}",
                 f"make {path} a folder that the user of the server can write to, with room",
             )
@@ -392,19 +375,17 @@ def _check_disks(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
         if not rate.direct:
             yield _warning(
-                "disk",
                 f"{seen}, through the file cache",
                 f"put {path} on a local disk (ext4, xfs): its file system has no direct I/O, so "
                 "the tier takes memory from others",
             )
         elif min(rate[:2]) < DISK_BYTES_PER_S_MIN:
             yield _warning(
-                "disk",
                 seen,
                 "use an NVMe disk; where loading is slower than computing, Penstock computes",
             )
         else:
-            yield _ok("disk", seen)
+            yield _ok(seen)
 
 
 def _disk_findings(facts: MachineFacts, name: str, kind: TierKind) -> Iterator[DoctorFinding]:
@@ -416,18 +397,18 @@ def _disk_findings(facts: MachineFacts, name: str, kind: TierKind) -> Iterator[D
         return
     seen = f"tier {name!r}: {gib(room.free_bytes)} are free at {path}, it may take {gib(wanted)}"
     if wanted <= room.free_bytes:
-        yield _ok("disk room", seen)
+        yield _ok(seen, check="disk room")
     elif wanted <= room.total_bytes:
         yield _warning(
-            "disk room",
             seen,
             "free the rest, or make the tier smaller (gib); what it has already is part of it",
+            check="disk room",
         )
     else:
         yield _problem(
-            "disk room",
             f"{seen}, and the disk has only {gib(room.total_bytes)}",
             "make the tier smaller (gib), or take a larger disk",
+            check="disk room",
         )
 
 
@@ -437,25 +418,23 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
         return
     host, port = (serve.host, serve.port) if serve else ("127.0.0.1", 8000)
     if host.startswith(UNIX):
-        yield _ok("ports", f"{host} takes none")
+        yield _ok(f"{host} takes none")
         return
     why = facts.port(host, port) if port else ""
     if why:
         yield DoctorFinding(
-            check="ports",
             # Without a configuration nobody has asked for this one.
             status=FindingStatus.PROBLEM if serve else FindingStatus.WARNING,
             seen=f"{host}:{port}: {why}",
             remedy="end the program that listens there (ss -ltnp), or choose another serve.port",
         )
     else:
-        yield _ok("ports", f"{host}:{port} is free" if port else "any free port is taken")
+        yield _ok(f"{host}:{port} is free" if port else "any free port is taken")
     ports = port_range(serve.ports) if serve else range(0)
     tried = ports[:PORTS_TRIED_MAX]
     taken = [each for each in tried if facts.port("0.0.0.0", each)]
     if len(taken) * 2 > len(tried):
         yield _warning(
-            "ports",
             f"{len(taken)} of {len(tried)} ports of serve.ports are in use",
             "a wider range: each connection takes two",
         )
@@ -470,7 +449,6 @@ def _check_packages(facts: MachineFacts) -> Iterator[DoctorFinding]:
             continue
         if missing:
             yield _problem(
-                "packages",
                 f"{', '.join(missing)} not installed, and {why}",
                 server_install_hint(extra) if extra in SERVER_EXTRAS else install_hint(extra),
             )
@@ -517,28 +495,24 @@ def _store_finding(facts: MachineFacts, name: str, settings: object) -> DoctorFi
         rate = facts.disk_rate(settings.path)
         if isinstance(rate, str):
             return _problem(
-                "shared store",
                 f"tier {name!r}: nothing can be written: {rate}",
                 f"mount {settings.path}, and let the user of the server write to it",
             )
-        return _ok("shared store", f"tier {name!r}: {settings.path} can be written to")
+        return _ok(f"tier {name!r}: {settings.path} can be written to")
     nodes = _nodes_of(settings)
     if not nodes:
-        return _ok("shared store", f"tier {name!r}: not asked; `penstock store probe` does")
+        return _ok(f"tier {name!r}: not asked; `penstock store probe` does")
     problems = {node: facts.reach(*node) for node in nodes}
     seen = "; ".join(f"{node}: {why or 'somebody listens'}" for node, why in problems.items())
     if all(problems.values()):
         return _problem(
-            "shared store",
             f"tier {name!r}: {seen}",
             "start the store, or mend its address or the way to it (DNS, firewall): without it "
             "the tier is off",
         )
     if any(problems.values()):
-        return _warning(
-            "shared store", f"tier {name!r}: {seen}", "start the others, or take them out"
-        )
-    return _ok("shared store", f"tier {name!r}: {seen}")
+        return _warning(f"tier {name!r}: {seen}", "start the others, or take them out")
+    return _ok(f"tier {name!r}: {seen}")
 
 
 def _nodes_of(settings: object) -> list[Node]:
@@ -558,28 +532,26 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
     vllm = facts.package("vllm")
     if vllm is not None and not is_tested(vllm):
         yield _warning(
-            "versions",
             f"vllm {vllm}; the connector is tested with {_dotted(TESTED)} and off with others",
             f'pip install "vllm=={_dotted(TESTED)}.*", or penstock vllm-config --any-version',
         )
     elif vllm is not None:
-        yield _ok("versions", f"vllm {vllm}, as tested")
+        yield _ok(f"vllm {vllm}, as tested")
     for name, tested in TESTED_PACKAGES.items():
         found = facts.package(name)
         # vLLM brings the torch that it was built for.
         if found is None or (name == "torch" and vllm is not None):
             continue
         if found.split(".")[: len(tested)] == [str(part) for part in tested]:
-            yield _ok("versions", f"{name} {found}, as tested")
+            yield _ok(f"{name} {found}, as tested")
         else:
             yield _warning(
-                "versions",
                 f"{name} {found}; Penstock is tested with {_dotted(tested)}",
                 f'if something is wrong, pip install "{name}=={_dotted(tested)}.*" first',
             )
     if (found := facts.package("sglang")) is not None:
         seen = f"sglang {found}; Penstock has no connector for it, `penstock dashboard` shows it"
-        yield _ok("versions", seen)
+        yield _ok(seen)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -591,15 +563,13 @@ def _check_clock(facts: MachineFacts) -> Iterator[DoctorFinding]:
     source = facts.read(f"{folder}/current_clocksource").strip()
     if source in SLOW_CLOCKS:
         yield _warning(
-            "clock",
             f"the clock source is {source}, which is slow to read",
             f"echo tsc > {folder}/current_clocksource, or boot with clocksource=tsc",
         )
     else:
-        yield _ok("clock", f"the clock source is {source or 'not known'}")
+        yield _ok(f"the clock source is {source or 'not known'}")
     if facts.clock() is False:
         yield _warning(
-            "clock",
             "the clock is not synchronised",
             "start chrony or systemd-timesyncd: logs of several machines cannot be compared "
             "otherwise; Penstock's own deadlines do not depend on it",
@@ -628,4 +598,8 @@ CHECKS: dict[str, Callable[[MachineFacts], Iterable[DoctorFinding]]] = {
 
 def examine(facts: MachineFacts) -> list[DoctorFinding]:
     """The findings of all checks."""
-    return [finding for check in CHECKS.values() for finding in check(facts)]
+    return [
+        finding if finding.check else msgspec.structs.replace(finding, check=name)
+        for name, check in CHECKS.items()
+        for finding in check(facts)
+    ]
