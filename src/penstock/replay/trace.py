@@ -86,20 +86,6 @@ FILES_MAX = 1000
 """Recordings of one name; a server that is restarted in a loop does not fill a folder."""
 
 
-class RecordedLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of a recording."""
-
-    timestamp: float
-    """Milliseconds since the recording began."""
-    block_tokens: int
-    input_length: int
-    output_length: int
-    blocks: str
-    """The names of the prompt's full blocks, in hexadecimal digits, one after the other."""
-    penstock: dict[str, float] = {}
-    """The client's hints, as it would write them."""
-
-
 _Came = tuple[str, float, "Sequence[Key]", int, int, "RetentionHints"]
 """A request, when it came, its keys, tokens, tokens a block, and hints."""
 _Ended = tuple[str, int]
@@ -261,14 +247,16 @@ class Recorder:
         if self._ended:
             return
         _, at_s, keys, token_count, block_tokens, hints = request.came
-        line = RecordedLine(
-            timestamp=round(at_s * 1000, 3),
-            block_tokens=block_tokens,
-            input_length=token_count,
-            output_length=request.output_tokens or 0,
-            blocks=self._names.of(keys[: token_count // block_tokens]),
-            penstock=hints.given,
-        )
+        # The fields of `RecordingLine`.
+        line: dict[str, object] = {
+            "timestamp": round(at_s * 1000, 3),
+            "block_tokens": block_tokens,
+            "input_length": token_count,
+            "output_length": request.output_tokens or 0,
+            "blocks": self._names.of(keys[: token_count // block_tokens]),
+        }
+        if hints.given:
+            line["penstock"] = hints.given
         text = msgspec.json.encode(line) + b"\n"
         if len(text) > self._bytes_left:
             self._flush()
@@ -408,11 +396,14 @@ class RecordingLine(msgspec.Struct):
     """A line with names of blocks."""
 
     timestamp: _Milliseconds
+    """Since the recording began."""
     input_length: _Tokens
     blocks: str
+    """The names of the prompt's full blocks, in hexadecimal digits, one after the other."""
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     output_length: _Output = 0
     penstock: dict[str, Any] | None = None
+    """The client's hints, as it would write them."""
 
 
 class OpenAiBody(msgspec.Struct):

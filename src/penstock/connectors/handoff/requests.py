@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from typing import TYPE_CHECKING, ParamSpec
 
 import msgspec
 
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from penstock.connectors.base.keys import EngineRequest
     from penstock.connectors.base.requests import BlockPool
     from penstock.connectors.base.statistics import Counters
+    from penstock.connectors.handoff.rank import RankSides
     from penstock.connectors.handoff.scheduler import SchedulerHandoffs
-    from penstock.transport.base import Waitable
 
 
 if TYPE_CHECKING:
@@ -82,41 +82,10 @@ CLOSE_S = 10.0
 """How long `close` waits for a step that is under way."""
 
 
-class ThreadHandoffs(Protocol):
-    """What the thread runs."""
-
-    def step(self) -> None:
-        """Does what there is to do; never waits."""
-        ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has something to do at once."""
-        ...
-
-    @property
-    def waitables(self) -> list[Waitable]:
-        """Connections to wait for."""
-        ...
-
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """File descriptors to wait for beside them."""
-        ...
-
-    def next_deadline(self) -> float | None:
-        """When to step at the latest, on the monotonic clock."""
-        ...
-
-    def close(self) -> None:
-        """Ends everything."""
-        ...
-
-
 class HandoffThread:
-    """Runs handoffs until it is closed."""
+    """Runs handoffs until it is closed: their `step` when they have work, or wait no more."""
 
-    def __init__(self, name: str, handoffs: ThreadHandoffs) -> None:
+    def __init__(self, name: str, handoffs: RankSides | SchedulerHandoffs) -> None:
         self._name = name
         self._handoffs = handoffs
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
