@@ -24,6 +24,7 @@ from penstock.replay.plan import (
     page_of,
     round_sizes,
 )
+from penstock.replay.simulation import Speeds
 from tests.serve import browser
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
 
 def test_with_rates_the_recommended_sizes_are_tried_under_other_loads(trace: str) -> None:
     seen: list[tuple[int, int]] = []
-    settings = settings_for(trace, host_gib=(80 * MIB,), prefill_tokens_per_s=100.0)
+    settings = settings_for(trace, host_gib=(80 * MIB,), speeds=Speeds(prefill_tokens_per_s=100.0))
 
     plan = Planner(settings, jobs=1, progress=lambda *each: seen.append(each)).run()
 
@@ -226,7 +227,7 @@ class Tags(HTMLParser):
 def test_the_page_has_curves_and_nothing_from_elsewhere(trace: str) -> None:
     tags = Tags()
 
-    tags.feed(page_of(plan_for(trace, prefill_tokens_per_s=1000.0)))
+    tags.feed(page_of(plan_for(trace, speeds=Speeds(prefill_tokens_per_s=1000.0))))
 
     assert tags.names.count("svg") == 2
     assert tags.names.count("polyline") == 3
@@ -251,7 +252,9 @@ def test_axes_of_sizes_have_round_numbers(sizes: list[float], ticks: list[float]
 @pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
 def test_the_page_fits_every_screen_and_can_be_read(trace: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    file.write_text(page_of(plan_for(trace, prefill_tokens_per_s=1000.0)), encoding="utf-8")
+    file.write_text(
+        page_of(plan_for(trace, speeds=Speeds(prefill_tokens_per_s=1000.0))), encoding="utf-8"
+    )
 
     with browser.browsing(tmp_path / "profile") as page:
         page.open(file.as_uri())

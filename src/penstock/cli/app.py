@@ -15,7 +15,7 @@ import errno
 import os
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -38,7 +38,7 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 RUN = "Run"
 SET_UP = "Set up"
@@ -57,13 +57,6 @@ class Command:
     """The command in it; empty: the module has several, in a Typer called `commands`."""
     help: str
     panel: str
-
-
-def _in_a_clone(target: str, words: str) -> str:
-    return (
-        "is not part of the package; in a clone of the repository run "
-        f"`{target}`, or `.venv/bin/lab {words}` with options"
-    )
 
 
 SERVER = "penstock_serve.cli"
@@ -178,12 +171,6 @@ COMMANDS = {
     ),
 }
 
-ELSEWHERE: dict[tuple[str, ...], str] = {
-    ("sim",): _in_a_clone("make sim", "sim"),
-    ("explore",): _in_a_clone("make explore", "explore"),
-    ("bench",): _in_a_clone("make bench", "bench"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
@@ -193,8 +180,8 @@ class CommandLine:
     help: str
     package: str
     commands: Mapping[str, Command]
-    elsewhere: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    """Commands that this program does not have, by their words, and how to run them."""
+    of_a_clone: Collection[str] = ()
+    """Commands that this program does not have, but `lab` and `make` in a clone."""
 
     def app_for(self, arguments: Sequence[str]) -> typer.Typer:
         """Makes the application: the command that is named here, the others as a list."""
@@ -248,10 +235,13 @@ class CommandLine:
 
     def _run(self, arguments: Sequence[str] | None) -> int:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        for words, where in self.elsewhere.items():
-            if tuple(given[: len(words)]) == words:
-                print(f"{self.name}: {' '.join(words)} {where}", file=sys.stderr)
-                return ExitStatus.CANNOT_RUN_HERE
+        if given and given[0] in self.of_a_clone:
+            print(
+                f"{self.name}: {given[0]} is not part of the package; in a clone of the repository "
+                f"run `make {given[0]}`, or `.venv/bin/lab {given[0]}` with options",
+                file=sys.stderr,
+            )
+            return ExitStatus.CANNOT_RUN_HERE
         try:
             self._require_package(given)
             # As a command rather than as an app: typer leaves `sys.excepthook` alone.
@@ -285,7 +275,7 @@ PENSTOCK = CommandLine(
     help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
     package="penstock.cli",
     commands=COMMANDS,
-    elsewhere=ELSEWHERE,
+    of_a_clone=("sim", "explore", "bench"),
 )
 
 

@@ -33,6 +33,8 @@ from penstock.replay.trace import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from penstock.config import Config
     from penstock.replay.plan import CachePlan
 
@@ -121,11 +123,7 @@ def replay(
     settings = load_config(config) if config else _example(traces[0], kv_bytes or KV_BYTES)
     token_bytes = kv_bytes or (0 if config else KV_BYTES)
     cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=device_blocks or 0)
-    speeds = Speeds(
-        prefill_tokens_per_s=require_rate("--prefill-rate", prefill_rate),
-        output_tokens_per_s=require_rate("--output-rate", output_rate),
-        tier_bytes_per_s=read_bandwidths(bandwidth or []),
-    )
+    speeds = _read_speeds(prefill_rate, output_rate, bandwidth)
     player = Replay(cache, speeds, BestPossible() if best else None)
     reader = TraceReader(settings)
     requests = reader.read_all(traces)
@@ -154,26 +152,39 @@ def _example(trace: str, token_bytes: int) -> Config:
     )
 
 
-def require_rate(option: str, given: float | None) -> float:
-    """A rate that was given, or infinity."""
-    if given is None:
-        return math.inf
-    if not 0 < given < math.inf:
-        raise typer.BadParameter(f"is {given:g}, must be a number above 0", param_hint=option)
-    return given
-
-
-def read_bandwidths(given: list[str]) -> dict[str, float]:
-    """Bytes a second by tier."""
+def _read_speeds(
+    prefill_rate: float | None,
+    output_rate: float | None,
+    bandwidths: list[str] | None,
+    *,
+    tiers: Collection[str] = (),
+) -> Speeds:
+    """What the options say of time; only these tiers may have a rate, if any are given."""
+    prefill = _require_rate("--prefill-rate", prefill_rate)
+    output = _require_rate("--output-rate", output_rate)
     rates: dict[str, float] = {}
-    for each in given:
+    for each in bandwidths or []:
         name, rate = _read_bandwidth(each)
         if name in rates:
             raise typer.BadParameter(
                 f"names {name!r} twice, must be given once for each tier", param_hint="--bandwidth"
             )
         rates[name] = rate
-    return rates
+    for name in rates:
+        if tiers and name not in tiers:
+            raise typer.BadParameter(
+                f"names {name!r}, must be one of {', '.join(tiers)}", param_hint="--bandwidth"
+            )
+    return Speeds(prefill_tokens_per_s=prefill, output_tokens_per_s=output, tier_bytes_per_s=rates)
+
+
+def _require_rate(option: str, given: float | None) -> float:
+    """A rate that was given, or infinity."""
+    if given is None:
+        return math.inf
+    if not 0 < given < math.inf:
+        raise typer.BadParameter(f"is {given:g}, must be a number above 0", param_hint=option)
+    return given
 
 
 def _read_bandwidth(given: str) -> tuple[str, float]:
@@ -241,9 +252,7 @@ def plan(  # noqa: PLR0913 - each is an option
         host_gib=_sizes("--host-gib", host_gib),
         disk_gib=_sizes("--disk-gib", disk_gib),
         policies=policies,
-        prefill_tokens_per_s=require_rate("--prefill-rate", prefill_rate),
-        output_tokens_per_s=require_rate("--output-rate", output_rate),
-        tier_bytes_per_s=_bandwidths(bandwidth or []),
+        speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
     )
     made = Planner(settings, jobs=jobs, progress=_show_progress).run()
     if json is None or str(json) != "-":
@@ -252,16 +261,6 @@ def plan(  # noqa: PLR0913 - each is an option
         write_json(json, msgspec.to_builtins(made))
     if html is not None:
         write_text(html, page_of(made), option="--html")
-
-
-def _bandwidths(given: list[str]) -> dict[str, float]:
-    rates = read_bandwidths(given)
-    for name in rates:
-        if name not in TIERS:
-            raise typer.BadParameter(
-                f"names {name!r}, must be one of {', '.join(TIERS)}", param_hint="--bandwidth"
-            )
-    return rates
 
 
 def _device_size(gib: float) -> float:

@@ -16,6 +16,7 @@ import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,16 +53,8 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_gib: tuple[float, ...]
     disk_gib: tuple[float, ...] = (0.0,)
     policies: tuple[str, ...] = ("lru",)
-    prefill_tokens_per_s: float = math.inf
-    output_tokens_per_s: float = math.inf
-    tier_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """Of `host` and `disk`, where it is given."""
-
-    @property
-    def timed(self) -> bool:
-        """Whether anything takes time."""
-        rates = (self.prefill_tokens_per_s, self.output_tokens_per_s)
-        return bool(self.tier_bytes_per_s) or not all(map(math.isinf, rates))
+    speeds: Speeds = Speeds()
+    """With the rates of `host` and `disk`, where they are given."""
 
 
 class PlanCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +148,7 @@ class Planner:
         for cell in self._cells:
             # Refuses what cannot be, before anything runs.
             _cache_of(settings, cell, self._block_tokens)
-        self._total = 1 + len(self._cells) + (len(STRETCHES) - 1 if settings.timed else 0)
+        self._total = 1 + len(self._cells) + (0 if settings.speeds.instant else len(STRETCHES) - 1)
 
     def run(self) -> CachePlan:
         """Does all the work.
@@ -187,7 +180,7 @@ class Planner:
             rows=rows,
             bound=sorted(rates.items()),
             recommended=recommended,
-            loads=self._loads(recommended.cell, rows, rates) if settings.timed else [],
+            loads=[] if settings.speeds.instant else self._loads(recommended.cell, rows, rates),
         )
 
     def _work(self, cell: PlanCell | None, capacities: tuple[int, ...] = ()) -> _Work:
@@ -369,14 +362,8 @@ def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
         return number, [bound.found(capacity) for capacity in work.capacities]
     cache = _cache_of(settings, work.cell, block_tokens)
     names = {tier.name for tier in cache.tiers}
-    speeds = Speeds(
-        prefill_tokens_per_s=settings.prefill_tokens_per_s,
-        output_tokens_per_s=settings.output_tokens_per_s,
-        tier_bytes_per_s={
-            name: rate for name, rate in settings.tier_bytes_per_s.items() if name in names
-        },
-    )
-    replay = Replay(cache, speeds)
+    rates = {name: rate for name, rate in settings.speeds.tier_bytes_per_s.items() if name in names}
+    replay = Replay(cache, replace(settings.speeds, tier_bytes_per_s=rates))
     replay.run(_stretched(requests, work.cell.stretch))
     return number, msgspec.to_builtins(report_on(replay, traces=[settings.trace]))
 
