@@ -10,7 +10,6 @@ import pytest
 import penstock
 from penstock.connectors.base.layerwise import (
     LOADS_MAX,
-    HeldRequests,
     LayerwiseScheduler,
     joined_blocks,
 )
@@ -95,7 +94,7 @@ class Layered:
             joins=LayerwiseScheduler(
                 lambda name, ids, first: self.withheld.append((name, [*ids], first)),
                 blocks_max=blocks_max,
-                held=HeldRequests(ahead, self.pins) if ahead is not None else None,
+                overlapping=(ahead, self.pins) if ahead is not None else None,
             ),
         )
         self.worker = WorkerConnector(

@@ -1,10 +1,10 @@
 """Loads that a step computes on while they arrive: a request joins the step that starts its load.
 
-| class                | does                                                                    |
-|----------------------|-------------------------------------------------------------------------|
-| `LayerwiseScheduler` | chooses which requests join, and hides their blocks from other requests |
-| `HeldRequests`       | keeps them out of steps that are planned before their loads are verified |
-| `LayerwiseWorker`    | starts loads before the forward pass, waits layer by layer, ends them   |
+| class                | does                                                                     |
+|----------------------|--------------------------------------------------------------------------|
+| `LayerwiseScheduler` | chooses which requests join, hides their blocks from other requests, and |
+|                      | keeps them out of steps planned before their loads are verified          |
+| `LayerwiseWorker`    | starts loads before the forward pass, waits layer by layer, ends them    |
 
 On a GPU a layer waits on the device for its own blocks, or the whole step for all of them where
 the engine does not call at every layer. On the CPU, whose own thread copies, the first layer that
@@ -67,19 +67,48 @@ def joined_blocks(ranks: Iterable[RankFacts]) -> int:
     )
 
 
+class OverlappingEngine(Protocol):
+    """What can be done to a request of an engine that plans a step before it has the last one's."""
+
+    def hold(self, request: EngineRequest) -> None:
+        """Plans no further step of it."""
+        ...
+
+    def resume(self, request: EngineRequest) -> None:
+        """Plans steps of it again; the results of all its steps are there."""
+        ...
+
+    def discard(self, request: EngineRequest) -> None:
+        """Uses nothing of what its steps will give; it has lost its blocks and starts over."""
+        ...
+
+
 class LayerwiseScheduler:
-    """The scheduler's side: the requests that join the step being put together."""
+    """The scheduler's side: the requests that join the step being put together.
+
+    Args:
+        withhold: has the engine's prefix cache forget blocks of a request, from a number on.
+        blocks_max: how many blocks a step may wait for.
+        overlapping: an engine that plans a step before it has the results of the last one, and
+            the pins of its blocks.
+    """
 
     def __init__(
-        self, withhold: Withhold, *, blocks_max: int, held: HeldRequests | None = None
+        self,
+        withhold: Withhold,
+        *,
+        blocks_max: int,
+        overlapping: tuple[OverlappingEngine, Pins] | None = None,
     ) -> None:
-        """No request yet."""
         self._withhold = withhold
-        self._held = held
+        self._overlapping = overlapping
         self.step = 0
         """The number of the last step that requests have joined."""
         self._room = self._blocks_max = blocks_max
         self.starting: list[RequestLoad] = []
+        self._held: dict[str, tuple[int, EngineRequest, OverlappingEngine]] = {}
+        """Requests of an overlapping engine that have joined a step, with its number, whose results
+        are not there."""
 
     def has_room(self, blocks: int, loads: int) -> bool:
         """Whether this step has room for these blocks and loads."""
@@ -97,98 +126,62 @@ class LayerwiseScheduler:
     ) -> None:
         """A request joins: no other request may use its blocks from `first` on yet."""
         self._withhold(loading.request, row[first:], first)
-        if self._held is not None:
-            self._held.add(request, self.step + 1, row[first:], loading.operations)
+        if self._overlapping is not None:
+            engine, pins = self._overlapping
+            engine.hold(request)
+            self._held[loading.request] = self.step + 1, request, engine
+            if loading.operations:
+                pins.add(row[first:], loading.operations)
         self._room -= blocks
         self.starting.append(loading)
 
     def take(
         self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
     ) -> tuple[RequestLoad, ...]:
-        """The loads that join this step; later ones join the next."""
-        if self._held is not None:
-            self._held.begin_step(self.step + 1, scheduled, preempted)
+        """The loads that join this step; later ones join the next.
+
+        Raises `InvariantViolation`: the engine has planned a step of a request that is held.
+        """
+        for name, (joined, request, engine) in [*self._held.items()]:
+            if joined == self.step + 1:
+                continue  # It may have been preempted before that: it starts over with this step.
+            if name in preempted:
+                del self._held[name]
+                engine.discard(request)
+            elif name in scheduled:
+                raise InvariantViolation(
+                    f"request {name} is in a step that was planned before its loads were verified"
+                )
         taken, self.starting = tuple(self.starting), []
         self.step += bool(taken)
         self._room = self._blocks_max
         return taken
 
     def end_step(self, step: int) -> None:
-        """The engine has the results of a step: those who joined it go on, or start over."""
-        if self._held is not None:
-            self._held.end_step(step)
-
-    def forget(self, name: str) -> None:
-        """A request has ended."""
-        if self._held is not None:
-            self._held.forget(name)
-
-
-class OverlappingEngine(Protocol):
-    """What can be done to a request of an engine that plans a step before it has the last one's."""
-
-    def hold(self, request: EngineRequest) -> None:
-        """Plans no further step of it."""
-        ...
-
-    def resume(self, request: EngineRequest) -> None:
-        """Plans steps of it again; the results of all its steps are there."""
-        ...
-
-    def discard(self, request: EngineRequest) -> None:
-        """Uses nothing of what its steps will give; it has lost its blocks and starts over."""
-        ...
-
-
-class HeldRequests:
-    """Requests that have joined a step whose results are not there."""
-
-    def __init__(self, engine: OverlappingEngine, pins: Pins) -> None:
-        """No request yet."""
-        self._engine = engine
-        self._pins = pins
-        self._requests: dict[str, tuple[int, EngineRequest]] = {}
-        """Each request with the number of the step that it has joined."""
-
-    def add(
-        self,
-        request: EngineRequest,
-        step: int,
-        block_ids: Sequence[int],
-        operations: Sequence[OperationId],
-    ) -> None:
-        """A request joins a step that is being put together: no other is planned with it."""
-        self._engine.hold(request)
-        self._requests[request.request_id] = step, request
-        if operations:
-            self._pins.add(block_ids, operations)
-
-    def begin_step(self, step: int, scheduled: Collection[str], preempted: Collection[str]) -> None:
-        """A step was put together: its number is this one, if it has loads that it computes on.
-
-        Raises `InvariantViolation`: the engine has planned a step of a request that is held.
-        """
-        for name, (joined, request) in [*self._requests.items()]:
-            if joined == step:
-                continue  # It may have been preempted before that: it starts over with this step.
-            if name in preempted:
-                del self._requests[name]
-                self._engine.discard(request)
-            elif name in scheduled:
-                raise InvariantViolation(
-                    f"request {name} is in a step that was planned before its loads were verified"
-                )
-
-    def end_step(self, step: int) -> None:
-        """The results of a step, and of all before it, are there and were applied."""
-        for name, (joined, request) in [*self._requests.items()]:
+        """The engine has the results of a step: those who joined it, or one before, go on."""
+        for name, (joined, request, engine) in [*self._held.items()]:
             if joined <= step:
-                del self._requests[name]
-                self._engine.resume(request)
+                del self._held[name]
+                engine.resume(request)
 
     def forget(self, name: str) -> None:
         """A request has ended."""
-        self._requests.pop(name, None)
+        self._held.pop(name, None)
+
+
+def load_slots(plan: bytes, operations: Collection[OperationId]) -> dict[OperationId, list[int]]:
+    """The device blocks, of the first KV group, that these loads of a plan fill."""
+    return {
+        copy.operation: copy.target_slots[0].tolist()
+        for copy in decode_plan(plan).copies
+        if copy.operation in operations
+    }
+
+
+def lost_slots(moved: Moved, slots: Sequence[int]) -> set[int]:
+    """Those of a load's blocks that it did not load."""
+    wrong = range(len(slots)) if moved.failure else [at for at, _ in moved.faults]
+    return {slots[position] for position in wrong}
 
 
 class LayerwiseWorker:
@@ -246,9 +239,7 @@ class LayerwiseWorker:
         # Earlier users of these blocks were submitted earlier.
         self._rank.steps.submitted(self._stream())
         for plan in step.early:
-            for copy in decode_plan(plan).copies:
-                if copy.operation in wanted:
-                    self._slots_of[copy.operation] = copy.target_slots[0].tolist()
+            self._slots_of |= load_slots(plan, wanted)
             self._rank.take(plan)
         self._slots = {slot for slots in self._slots_of.values() for slot in slots}
         if self._beside is not None:
@@ -272,8 +263,7 @@ class LayerwiseWorker:
         """A copy has ended on this rank; blocks that it did not load are invalid."""
         slots = self._slots_of.pop(moved.operation, None)
         if slots is not None:
-            wrong = range(len(slots)) if moved.failure else [at for at, _ in moved.faults]
-            self._invalid |= {slots[position] for position in wrong}
+            self._invalid |= lost_slots(moved, slots)
 
     def correct(self, moved: Moved) -> Moved:
         """The same report; a load that was given up counts as failed, which a mover cannot know."""

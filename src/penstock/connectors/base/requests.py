@@ -243,7 +243,7 @@ class StorePrefetch:
             wait.is_waiting = True
             return True
         if wait.is_waiting:
-            self._counts.waited(now - wait.began)
+            self._counts.counters.time("disk_wait_seconds", now - wait.began)
         wait.is_waiting, wait.over = False, True
         return False
 

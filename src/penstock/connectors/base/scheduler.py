@@ -159,15 +159,7 @@ class SchedulerConnector:
 
         `None`: ask again in the next step, blocks of it are on their way from a disk.
         """
-        tracked = self._tracked(request)
-        self._give_up_saves(tracked)
-        # The engine asks when a request starts or restarts: all its blocks are recent.
-        tracked.voided = False
-        tracked.arriving = (0, 0)
-        tracked.held = computed // self._tokens
-        tracked.saved = 0
-        # The last token is always computed: the engine needs its logits.
-        blocks = (request.num_tokens - 1) // self._tokens
+        tracked, blocks = self._restart(request, computed)
         if tracked.keys.stale or not blocks or not (tracked.load or tracked.save):
             return 0
         if self._store is not None:
@@ -196,16 +188,22 @@ class SchedulerConnector:
         What is not below the device yet is saved when the request runs, as if it was computed here.
         """
         self._unstarted.offered(request.request_id)
+        tracked, blocks = self._restart(request, computed)
+        if blocks and tracked.save and not tracked.keys.stale:
+            tracked.asked = tracked.keys.upto(blocks)[:blocks]
+            tracked.saved = self._look_again(tracked).ready
+
+    def _restart(self, request: EngineRequest, computed: int) -> tuple[TrackedRequest, int]:
+        """The engine starts a request, or starts it again; returns how many blocks may be found."""
         tracked = self._tracked(request)
         self._give_up_saves(tracked)
+        # All its blocks are recent.
         tracked.voided = False
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
-        blocks = (request.num_tokens - 1) // self._tokens
-        if blocks and tracked.save and not tracked.keys.stale:
-            tracked.asked = tracked.keys.upto(blocks)[:blocks]
-            tracked.saved = self._look_again(tracked).ready
+        # The last token is always computed: the engine needs its logits.
+        return tracked, (request.num_tokens - 1) // self._tokens
 
     def _record(self, tracked: TrackedRequest) -> None:
         """Records a request once, unless it keeps out of the cache."""
@@ -471,9 +469,9 @@ class SchedulerConnector:
         if ended.purpose is Purpose.LOAD:
             self._loaded(ended)
         elif ended.purpose is Purpose.STAGE:
-            self._counts.brought_up(ended)
+            self._counts.stored("disk_blocks_loaded", ended)
         elif operation not in self._saving:
-            self._counts.written_down(ended)
+            self._counts.stored("disk_blocks_saved", ended)
         else:
             keys = self._end_save(operation)
             self._counts.saved(ended, keys)
@@ -511,7 +509,7 @@ class SchedulerConnector:
             self._announcer.describe(tracked.request, enumerate(keys, start=first))
         wanted = self._requests.get(tracked.request.request_id) is tracked
         if not tracked.loads and (wanted or tracked.joins):
-            self._counts.arrived(tracked.load_began)
+            self.counters.time("load_seconds", self._counts.clock() - tracked.load_began)
             if tracked.joins:
                 # By now the engine knows which blocks of this step are invalid.
                 self._count_kept(tracked)
@@ -523,7 +521,10 @@ class SchedulerConnector:
         tracked.found = None
 
     def _count_kept(self, tracked: TrackedRequest) -> None:
-        self._counts.kept(tracked.arriving, tracked.request.num_computed_tokens)
+        """The engine continues the request: counts the loaded tokens that it kept."""
+        first, end = tracked.arriving
+        kept = min(tracked.request.num_computed_tokens, end) - first
+        self.counters.add("tokens_loaded", max(0, kept))
         tracked.arriving = (0, 0)
 
     def _save(self, tracked: TrackedRequest, full: int, tables: Tables) -> None:

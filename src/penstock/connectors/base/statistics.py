@@ -229,15 +229,6 @@ class TransferCounts:
             good = blocks - len(ended.faults)
             self.counters.add("bytes_loaded", good * self._block_bytes.loaded)
 
-    def arrived(self, began: float) -> None:
-        """All loads of a request have ended."""
-        self.counters.time("load_seconds", self.clock() - began)
-
-    def kept(self, arriving: tuple[int, int], computed: int) -> None:
-        """The engine continues a request: counts the loaded tokens that it kept."""
-        first, end = arriving
-        self.counters.add("tokens_loaded", max(0, min(computed, end) - first))
-
     def load_failed(self, ended: Ended, keys: Sequence[Key]) -> None:
         """A load that a request waits for did not load all of these blocks."""
         self.counters.add("loads_failed")
@@ -258,25 +249,12 @@ class TransferCounts:
             self.counters.add("saves_failed")
             self._report("save", ended, keys)
 
-    def brought_up(self, ended: Ended) -> None:
-        """A copy from a disk into host memory has ended."""
+    def stored(self, counter: str, ended: Ended) -> None:
+        """A copy between host memory and a disk has ended; `counter` counts its blocks."""
         if ended.outcome is Outcome.DONE or ended.faults:
-            self.counters.add("disk_blocks_loaded", ended.block_count - len(ended.faults))
-        self._count_disk_failure(ended)
-
-    def written_down(self, ended: Ended) -> None:
-        """A copy from host memory to a disk has ended."""
-        if ended.outcome is Outcome.DONE or ended.faults:
-            self.counters.add("disk_blocks_saved", ended.block_count - len(ended.faults))
-        self._count_disk_failure(ended)
-
-    def _count_disk_failure(self, ended: Ended) -> None:
+            self.counters.add(counter, ended.block_count - len(ended.faults))
         if ended.outcome in {Outcome.FAILED, Outcome.EXPIRED}:
             self.counters.add("disk_failures")
-
-    def waited(self, seconds: float) -> None:
-        """A request has waited for blocks from a disk, and does so no more."""
-        self.counters.time("disk_wait_seconds", seconds)
 
     def store(self, status: StoreStatus) -> None:
         """The store process, as it is now."""

@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.cache.nodes import NOWHERE
-from penstock.cache.operations import Purpose
-from penstock.connectors.base.layerwise import LayerwiseWorker
+from penstock.connectors.base.layerwise import LayerwiseWorker, load_slots, lost_slots
 from penstock.errors import UnavailableError, counted
 from penstock.movers.base import WAIT_S
-from penstock.runtime.messages import decode_plan, decode_report, encode_report
+from penstock.runtime.messages import decode_report, encode_report
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.transport.unix_sockets import NamedFolder, named_folder, socket_peer
 from penstock.vocabulary.checksums import Algorithm
@@ -263,7 +262,9 @@ class WorkerConnector:
             self._request_of |= dict.fromkeys(loading.operations, loading.request)
             self._end_if_done(loading.request, waiting)
         if step.plan is not None:
-            self._note_slots(step.plan)
+            # A plan may hold operations that were announced steps ago: long ones are continued.
+            if self._request_of:
+                self._slots_of |= load_slots(step.plan, self._request_of)
             # Copies of this plan follow the step that was just submitted.
             self._rank.steps.submitted(self._stream())
             self._rank.take(step.plan)
@@ -288,14 +289,6 @@ class WorkerConnector:
         """Closes the rank: nothing touches the engine's memory afterwards."""
         self._rank.close()
 
-    def _note_slots(self, plan: bytes) -> None:
-        # A plan may hold operations that were announced steps ago: long ones are continued.
-        if not self._request_of:
-            return
-        for copy in decode_plan(plan).copies:
-            if copy.purpose is Purpose.LOAD and copy.operation in self._request_of:
-                self._slots_of[copy.operation] = copy.target_slots[0].tolist()
-
     def _moved(self, moved: Moved) -> None:
         self._layerwise.moved(moved)
         name = self._request_of.pop(moved.operation, None)
@@ -304,9 +297,9 @@ class WorkerConnector:
         slots = self._slots_of.pop(moved.operation)
         waiting = self._waiting[name]
         waiting.operations.discard(moved.operation)
-        wrong = range(len(slots)) if moved.failure else [position for position, _ in moved.faults]
-        waiting.failed |= bool(wrong)
-        waiting.invalid |= {slots[position] for position in wrong} - {NOWHERE}
+        lost = lost_slots(moved, slots)
+        waiting.failed |= bool(lost)
+        waiting.invalid |= lost - {NOWHERE}
         self._end_if_done(name, waiting)
 
     def _end_if_done(self, name: str, waiting: _Waiting) -> None:

@@ -49,7 +49,7 @@ from penstock.connectors.base.engine import (
     tier_of,
 )
 from penstock.connectors.base.keys import EventAnnouncer
-from penstock.connectors.base.layerwise import HeldRequests, LayerwiseScheduler, joined_blocks
+from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
 from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
@@ -288,10 +288,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> LayerwiseScheduler | None:
         if self._withhold is None:
             return None
-        held = None
-        if overlapping is not None:
-            held = HeldRequests(translation.AsynchronousScheduler(), overlapping)
-        return LayerwiseScheduler(self._withhold, blocks_max=joined_blocks(ranks), held=held)
+        return LayerwiseScheduler(
+            self._withhold,
+            blocks_max=joined_blocks(ranks),
+            overlapping=(translation.AsynchronousScheduler(), overlapping) if overlapping else None,
+        )
 
     def _make_announcer(self, config: Config) -> EventAnnouncer | None:
         wanted = translation.events_wanted(self._vllm_config)
