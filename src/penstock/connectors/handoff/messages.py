@@ -7,7 +7,7 @@
 |                     |                     | `WithholdPrompt`                                |
 | a scheduler         | its own ranks       | `OpenSide`, `CloseSide`, `AdmitOffer`,          |
 |                     |                     | `ForgetPrompt`                                  |
-| a rank              | its scheduler       | `SideOpened` or `SideRefused`                   |
+| a rank              | its scheduler       | `SideAnswer`                                    |
 
 Frames are a mark, a version byte and msgpack; unknown fields are refused.
 """
@@ -44,6 +44,10 @@ WITHIN_ENGINE = ChannelSettings(silence_s=3600.0)
 goes on with the same ranks. Of one that has ended, the kernel tells at once."""
 
 
+PairNames = tuple[str, str]
+"""The prefill engine and the decode engine."""
+
+
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine as others must know it."""
 
@@ -78,6 +82,11 @@ class PairCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     prefill: EngineCard
     decode: EngineCard
+
+    @property
+    def names(self) -> PairNames:
+        """The names of both."""
+        return self.prefill.name, self.decode.name
 
     def to_pair(self) -> HandoffPair:
         """The same for the handoff.
@@ -153,23 +162,15 @@ class OpenSide(_Message, frozen=True, kw_only=True):
 class CloseSide(_Message, frozen=True, kw_only=True):
     """The rank closes its part of a pair, if it is open."""
 
-    prefill: str
-    decode: str
+    names: PairNames
 
 
-class SideOpened(_Message, frozen=True, kw_only=True):
-    """The rank's part of a pair is open."""
+class SideAnswer(_Message, frozen=True, kw_only=True):
+    """The rank has opened its part of a pair, or could not."""
 
-    prefill: str
-    decode: str
-
-
-class SideRefused(_Message, frozen=True, kw_only=True):
-    """The rank could not open its part of a pair."""
-
-    prefill: str
-    decode: str
-    why: str
+    names: PairNames
+    why: str = ""
+    """Why it could not; empty if it is open."""
 
 
 class AdmitOffer(_Message, frozen=True, kw_only=True):
@@ -195,8 +196,7 @@ AnyMessage = (
     | WithholdPrompt
     | OpenSide
     | CloseSide
-    | SideOpened
-    | SideRefused
+    | SideAnswer
     | AdmitOffer
     | ForgetPrompt
 )

@@ -26,8 +26,7 @@ from penstock.connectors.handoff.messages import (
     CloseSide,
     ForgetPrompt,
     OpenSide,
-    SideOpened,
-    SideRefused,
+    SideAnswer,
     receive,
     send,
 )
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from penstock.connectors.base.engine import HandedLayer
-    from penstock.connectors.handoff.messages import AnyMessage, PairCard
+    from penstock.connectors.handoff.messages import AnyMessage, PairCard, PairNames
     from penstock.handoff import HandoffOffer, HandoffSettings
     from penstock.tiers.tensors import TensorTier
     from penstock.transport.base import Waitable
@@ -58,7 +57,6 @@ log = logging.getLogger(__name__)
 PROMPTS_MAX = 4096
 """Prompts whose progress is kept; as many as a scheduler can have under way."""
 
-PairNames = tuple[str, str]
 RankSide = PrefillHandoffRank | DecodeHandoffRank
 
 
@@ -249,8 +247,8 @@ class RankSides:
         match message:
             case OpenSide(pair=pair):
                 send(channel, self._open_side(pair))
-            case CloseSide(prefill=prefill, decode=decode):
-                self._close_side((prefill, decode))
+            case CloseSide(names=names):
+                self._close_side(names)
             case AdmitOffer(decode=decode, offers=offers):
                 self._admit(decode, offers)
             case ForgetPrompt(handoff=handoff):
@@ -278,8 +276,8 @@ class RankSides:
         at = self._layers[layer]
         sides[at.group].computed({handoff: count}, layer=at.layer)
 
-    def _open_side(self, pair: PairCard) -> SideOpened | SideRefused:
-        names = pair.prefill.name, pair.decode.name
+    def _open_side(self, pair: PairCard) -> SideAnswer:
+        names = pair.names
         self._close_side(names)
         open_side = open_decode if names[1] == self._engine else open_prefill
         first = self._rank * len(self._tiers)
@@ -298,9 +296,9 @@ class RankSides:
                     sides.append(side)
                 undo.pop_all()
         except (PenstockError, ValueError) as error:
-            return SideRefused(prefill=names[0], decode=names[1], why=str(error))
+            return SideAnswer(names=names, why=str(error))
         self._open[names] = tuple(sides)
-        return SideOpened(prefill=names[0], decode=names[1])
+        return SideAnswer(names=names)
 
     def _close_side(self, names: PairNames) -> None:
         sides = self._open.pop(names, ())

@@ -37,8 +37,7 @@ from penstock.connectors.handoff.messages import (
     IntroductionRefused,
     OpenSide,
     PairCard,
-    SideOpened,
-    SideRefused,
+    SideAnswer,
     SparePrompt,
     WantPrompt,
     WithholdPrompt,
@@ -59,7 +58,7 @@ from penstock.transport.zmq_link import ChannelSettings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.connectors.handoff.messages import AnyMessage
+    from penstock.connectors.handoff.messages import AnyMessage, PairNames
     from penstock.connectors.handoff.rank import RankAddresses
     from penstock.handoff import HandoffResult, HandoffSettings
     from penstock.transport.base import Waitable
@@ -428,9 +427,7 @@ class SchedulerHandoffs:
         self._open_pair(peer, PairCard(prefill=self._card, decode=card))
 
     def _open_pair(self, peer: _Peer, pair: PairCard) -> None:
-        if any(
-            other.pair is not None and _names(other.pair) == _names(pair) for other in self._peers
-        ):
+        if any(other.pair is not None and other.pair.names == pair.names for other in self._peers):
             self._lose(peer, "an earlier pair of these engines is being closed")
             return
         peer.pair = pair
@@ -439,23 +436,21 @@ class SchedulerHandoffs:
             send(channel, OpenSide(pair=pair))
 
     def _on_rank(self, rank: int, message: AnyMessage) -> None:
-        match message:
-            case SideOpened(prefill=prefill, decode=decode):
-                peer = self._peer_of((prefill, decode))
-                if peer is not None and rank in peer.missing:
-                    peer.missing.discard(rank)
-                    if not peer.missing:
-                        self._open_door(peer)
-            case SideRefused(prefill=prefill, decode=decode, why=why):
-                peer = self._peer_of((prefill, decode))
-                if peer is not None:
-                    self._refuse(peer, f"rank {rank}: {why}")
-            case _:
-                pass
+        if not isinstance(message, SideAnswer):
+            return
+        peer = self._peer_of(message.names)
+        if peer is None:
+            return
+        if message.why:
+            self._refuse(peer, f"rank {rank}: {message.why}")
+        elif rank in peer.missing:
+            peer.missing.discard(rank)
+            if not peer.missing:
+                self._open_door(peer)
 
-    def _peer_of(self, names: tuple[str, str]) -> _Peer | None:
+    def _peer_of(self, names: PairNames) -> _Peer | None:
         for peer in self._peers:
-            if peer.pair is not None and not peer.lost and _names(peer.pair) == names:
+            if peer.pair is not None and not peer.lost and peer.pair.names == names:
                 return peer
         return None
 
@@ -472,7 +467,7 @@ class SchedulerHandoffs:
         except (PenstockError, ValueError) as error:
             self._refuse(peer, str(error))
             return
-        log.info("a pair is open: prefill=%s decode=%s", *_names(peer.pair))
+        log.info("a pair is open: prefill=%s decode=%s", *peer.pair.names)
         if not peer.prefills:
             send(peer.channel, Introduced(card=self._card))
             return
@@ -492,7 +487,7 @@ class SchedulerHandoffs:
         peer.lost = why
         log.warning(
             "a pair is closed: prefill=%s decode=%s cause=%s",
-            *(_names(peer.pair) if peer.pair is not None else ("", "")),
+            *(peer.pair.names if peer.pair is not None else ("", "")),
             why,
         )
         for claim in peer.queued:
@@ -509,9 +504,8 @@ class SchedulerHandoffs:
         if peer.door is not None:
             peer.door.close()
         if peer.pair is not None:
-            prefill, decode = _names(peer.pair)
             for channel in self._ranks:
-                send(channel, CloseSide(prefill=prefill, decode=decode))
+                send(channel, CloseSide(names=peer.pair.names))
         peer.channel.close()
 
     # ---------------------------------------------------------------- handoffs
@@ -621,10 +615,6 @@ class SchedulerHandoffs:
         for given in late:
             if now >= given.deadline:
                 self.drop(given.prompt.handoff, "nobody asked for it in time")
-
-
-def _names(pair: PairCard) -> tuple[str, str]:
-    return pair.prefill.name, pair.decode.name
 
 
 def _soon(seconds: float) -> float:
