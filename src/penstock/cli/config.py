@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from penstock import __version__
-from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
+from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, name_model, show_result
 from penstock.config import STARTER_TOML, load_completed, load_config, parse_config
 from penstock.config.reference import key_tables
 from penstock.config.values import NOT_PERSISTED
@@ -164,27 +164,20 @@ def doctor(*, config: ConfigOption = None, json: JsonOption = None) -> None:
     Nothing is changed. With a disk tier, 64 MiB are written to its folder and removed. The status
     is 1 if there is a problem; warnings do not count.
     """
-    loaded = None if config is None else load_completed(config, _name_model)
+    loaded = None if config is None else load_completed(config, name_model)
     findings = examine(MachineFacts(config=loaded))
     problems = sum(each.status is FindingStatus.PROBLEM for each in findings)
-    if json is None or str(json) != "-":
-        print(_described_findings(findings, coloured=sys.stdout.isatty()))
-    if json is not None:
-        write_json(
-            json,
-            {
-                "penstock": __version__,
-                "problems": problems,
-                "findings": msgspec.to_builtins(findings),
-            },
-        )
+    show_result(
+        json,
+        _described_findings(findings, coloured=sys.stdout.isatty()),
+        {
+            "penstock": __version__,
+            "problems": problems,
+            "findings": msgspec.to_builtins(findings),
+        },
+    )
     if problems:
         raise typer.Exit(ExitStatus.FINDING)
-
-
-def _name_model(document: dict[str, object]) -> None:
-    """The file of a server may leave out its model, which no check needs."""
-    document.setdefault("model", {"name": "any"})
 
 
 def _counted(status: FindingStatus, number: int) -> str:

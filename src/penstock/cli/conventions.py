@@ -72,6 +72,22 @@ def require_two_files(json: Path | None, html: Path | None) -> None:
         )
 
 
+def name_model(document: dict[str, object]) -> None:
+    """For `load_completed`: the file of a server may leave out its model.
+
+    The doctor and a store need none.
+    """
+    document.setdefault("model", {"name": "any"})
+
+
+def show_result(json: Path | None, text: str, document: object) -> None:
+    """Prints a result as text and writes it as JSON, as far as `--json` asks for each."""
+    if str(json) != "-":
+        print(text)
+    if json is not None:
+        write_json(json, document)
+
+
 def write_json(path: Path, document: object) -> None:
     """Writes a JSON document; to standard output if the path is `-`."""
     text = json.dumps(document, indent=2, allow_nan=False)

@@ -17,7 +17,7 @@ from penstock.cli.conventions import (
     JobsOption,
     JsonOption,
     require_two_files,
-    write_json,
+    show_result,
     write_text,
 )
 from penstock.config import load_config, parse_config
@@ -133,10 +133,7 @@ def replay(
         requests = PerfectHints(requests, cache.block_tokens).written_into(reader.read_all(traces))
     player.run(requests)
     report = report_on(player, traces=list(traces))
-    if json is None or str(json) != "-":
-        print(describe(report))
-    if json is not None:
-        write_json(json, msgspec.to_builtins(report))
+    show_result(json, describe(report), msgspec.to_builtins(report))
 
 
 def _example(trace: str, token_bytes: int) -> Config:
@@ -255,10 +252,7 @@ def plan(  # noqa: PLR0913 - each is an option
         speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
     )
     made = Planner(settings, jobs=jobs, progress=_show_progress).run()
-    if json is None or str(json) != "-":
-        print(_describe(made))
-    if json is not None:
-        write_json(json, msgspec.to_builtins(made))
+    show_result(json, _describe(made), msgspec.to_builtins(made))
     if html is not None:
         write_text(html, page_of(made), option="--html")
 

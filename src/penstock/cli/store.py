@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
+from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, name_model, show_result
 from penstock.config import LOG_LEVELS, load_completed
 from penstock.errors import ConfigError, counted
 from penstock.logs import set_up_logs
@@ -83,7 +83,7 @@ def stored_tiers_of(config: Path | None) -> StoreConfig:
     """
     if config is None:
         raise ConfigError("--config", "is missing, must be a file with a stored tier")
-    found = store_config(load_completed(config, _name_model))
+    found = store_config(load_completed(config, name_model))
     if found is None:
         raise ConfigError(
             f"{config}: tiers",
@@ -112,11 +112,11 @@ def probe(
     cannot be used, or a block did not come back.
     """
     found = [probe_tier(tier) for tier in stored_tiers_of(config).tiers]
-    if json is not None:
-        write_json(json, {"tiers": [asdict(each) for each in found], "token_bytes": token_bytes})
-    if str(json) != "-":
-        for each in found:
-            print("\n".join(_describe_probe(each, token_bytes)))
+    show_result(
+        json,
+        "\n".join(line for each in found for line in _describe_probe(each, token_bytes)),
+        {"tiers": [asdict(each) for each in found], "token_bytes": token_bytes},
+    )
     if any(each.problem or each.faults for each in found):
         raise typer.Exit(ExitStatus.FINDING)
 
@@ -172,12 +172,11 @@ def inspect(
     inspection = inspect_folder(path)
     found = _verify(inspection, cipher) if verify else None
     report, now = inspection.report, time()
-    if json is not None:
-        write_json(json, _document(report, found, now=now))
-    if str(json) != "-":
-        print("\n".join(_describe(report, now=now)))
-        if found is not None:
-            print("\n".join(_describe_verification(found)))
+    lines = [
+        *_describe(report, now=now),
+        *(_describe_verification(found) if found is not None else ()),
+    ]
+    show_result(json, "\n".join(lines), _document(report, found, now=now))
     if report.damages or (found is not None and found.damaged):
         raise typer.Exit(ExitStatus.FINDING)
 
@@ -296,8 +295,3 @@ def _document(report: FolderReport, found: Verification | None, *, now: float) -
         if found is None
         else asdict(found) | {"damages": [each._asdict() for each in found.damages]},
     }
-
-
-def _name_model(document: dict[str, object]) -> None:
-    """The file of a server may leave out its model, and a store needs none."""
-    document.setdefault("model", {"name": "any"})
