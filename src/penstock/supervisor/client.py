@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import UnavailableError
-from penstock.supervisor.descriptors import close_all
+from penstock.supervisor.descriptors import ANSWER_S, close_all
 from penstock.supervisor.messages import (
     READY_S,
     AnyReply,
@@ -68,9 +68,6 @@ if TYPE_CHECKING:
 
 
 MODULE = "penstock.supervisor"
-
-ANSWER_S = 5.0
-"""The supervisor answers within a millisecond; a machine may be busy."""
 
 DYING_S = 0.2
 """A process that is killed closes its channel a moment before its status can be had."""

@@ -24,7 +24,6 @@ The rules:
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import math
 import os
@@ -250,28 +249,19 @@ def connect_keeper(listed: str, channel: int) -> None:
 # The supervisor's side.
 
 
-class KeepRequest(enum.Enum):
-    """What `serve_keep_request` found on the socket."""
+def serve_keep_request(channel: socket.socket, held: HeldDescriptors, process: str) -> bool:
+    """Reads and answers one request of a process; false if there is none.
 
-    SERVED = "served"
-    NONE = "none"
-    CLOSED = "closed"
-
-
-def serve_keep_request(channel: socket.socket, held: HeldDescriptors, process: str) -> KeepRequest:
-    """Reads and answers one request of a process, if there is one."""
+    Raises `OSError`: the process has closed its end.
+    """
     packet = receive_packet(channel)
     if isinstance(packet, ChannelClosed | ChannelFailed):
-        return KeepRequest.CLOSED
+        raise ConnectionResetError(f"process {process!r} has closed its channel")
     if not isinstance(packet, Packet):
-        return KeepRequest.NONE
-    answer = _answer(packet, held, process)
-    try:
-        # If the process reads no answers, there is no room for this one, and it is dropped.
-        send_packet(channel, encode(answer))
-    except OSError:
-        return KeepRequest.CLOSED
-    return KeepRequest.SERVED
+        return False
+    # If the process reads no answers, there is no room for this one, and it is dropped.
+    send_packet(channel, encode(_answer(packet, held, process)))
+    return True
 
 
 def _answer(packet: Packet, held: HeldDescriptors, process: str) -> Done | RequestRefused:

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from penstock.supervisor.descriptors import (
     HeldDescriptors,
-    KeepRequest,
     close_all,
     list_descriptors,
     make_inheritable,
@@ -283,10 +282,11 @@ class ProcessTable:
         process = child.process
         if process is None or process.keeping is None:
             return False
-        found = serve_keep_request(process.keeping, self._held, child.spec.name)
-        if found is KeepRequest.CLOSED:
+        try:
+            return serve_keep_request(process.keeping, self._held, child.spec.name)
+        except OSError:
             process.end_keeping()
-        return found is KeepRequest.SERVED
+            return False
 
     def _exited(self, child: _Child, now: float) -> None:
         self._reported(child, now)

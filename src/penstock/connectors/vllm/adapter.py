@@ -499,7 +499,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return WorkerConnector(
             rank,
             group_count=len(self._engine.groups),
-            stream=translation.current_stream if on_gpu else _no_stream,
+            stream=translation.current_stream if on_gpu else lambda: 0,
             blocks_stay=self._engine.blocks_stay,
             beside=translation.stream_beside() if on_gpu and self._layerwise else None,
             layers=self._layers,
@@ -593,7 +593,3 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduling, self._scheduler = self._scheduler, None
         if scheduling is not None:
             scheduling.close()
-
-
-def _no_stream() -> int:
-    return 0
