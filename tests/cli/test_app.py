@@ -269,9 +269,16 @@ def test_a_reader_that_has_read_enough_is_no_error(
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [["serve"], ["top", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [(["serve"], "engine"), (["demo"], "engine"), (["top", "--help"], "")],
+    ids=["serve", "demo", "top --help"],
+)
 def test_a_command_of_the_other_wheel_says_how_to_install_it(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    extras: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("penstock.cli.app.find_spec", lambda _: None)
 
@@ -281,5 +288,5 @@ def test_a_command_of_the_other_wheel_says_how_to_install_it(
     assert ended == 3
     assert printed.out == ""
     assert printed.err == (
-        f"penstock: {arguments[0]} is part of penstock-serve: {server_install_hint()}\n"
+        f"penstock: {arguments[0]} is part of penstock-serve: {server_install_hint(extras)}\n"
     )

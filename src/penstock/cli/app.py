@@ -53,6 +53,8 @@ class Command:
     """A module of the package that holds the commands."""
     package: str = ""
     """The package, if it is another one than the program's."""
+    extras: str = ""
+    """What of that package it cannot do without."""
     function: str = ""
     """The command in it; empty: the module has several, in a Typer called `commands`."""
     help: str
@@ -65,6 +67,7 @@ COMMANDS = {
     "serve": Command(
         module="serve",
         package=SERVER,
+        extras="engine",
         function="serve",
         help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
         panel=RUN,
@@ -116,6 +119,7 @@ COMMANDS = {
     "demo": Command(
         module="demo",
         package=SERVER,
+        extras="engine",
         function="show_demo",
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
@@ -231,7 +235,8 @@ class CommandLine:
         named = next((word for word in arguments if not word.startswith("-")), "")
         row = self.commands.get(named)
         if row is not None and row.package and find_spec(row.package.partition(".")[0]) is None:
-            raise UnavailableError(f"{named} is part of penstock-serve: {server_install_hint()}")
+            hint = server_install_hint(row.extras)
+            raise UnavailableError(f"{named} is part of penstock-serve: {hint}")
 
     def _run(self, arguments: Sequence[str] | None) -> int:
         given = sys.argv[1:] if arguments is None else list(arguments)
