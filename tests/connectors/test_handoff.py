@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
@@ -315,6 +316,33 @@ def test_the_claims_of_an_engine_that_is_gone_count_as_lost(
     assert decode.ended().failed == {"answered"}
     assert decode.counters.take() == {"prompts_not_received": 1, "prompts_lost": 1}
     assert "its handoff was lost with the prefill engine: request=answered" in caplog.text
+
+
+def test_an_engine_that_is_gone_already_is_not_waited_for(
+    prefill: Engine, opened: Callable[..., Engine]
+) -> None:
+    decode = opened("decode", settings=HandoffSettings(times=HandoffTimes(suspect_s=SOON_S)))
+    request = answered(prefill, "h-1")
+    prefill.close()
+
+    decode.claim(request, [7, 8, 9])
+
+    assert decode.ended().failed == {"answered"}
+
+
+def test_a_pair_may_take_as_long_to_open_as_a_prompt_may_take(
+    prefill: Engine, opened: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank whose first step takes long opens its side after it."""
+    decode = opened("decode", settings=HandoffSettings(times=HandoffTimes(handoff_s=0.4)))
+    step = Event()
+    prefill._rank_threads[0].post(step.wait, SOON_S)
+
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9])
+
+    assert decode.ended().failed == {"answered"}
+    assert "it did not open within 0.4 s" in caplog.text
+    step.set()
 
 
 def test_the_prompts_for_an_engine_that_is_gone_are_released(

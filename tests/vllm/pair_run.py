@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engine_run import kill_all, metrics_of, open_engine, processes, prompts_of, row_of, until
 from prometheus_client import REGISTRY
 
-from penstock.connectors.handoff import scheduler
 from vllm import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ REMOTE_DECODE = {
 
 
 def main(model: str, script: dict[str, Any]) -> None:
-    # A peer that a busy machine keeps waiting is not taken for a lost one. Engines are forks.
-    scheduler.ANSWER_S, scheduler.OPEN_S = 15.0, 60.0
     pair = Pair(model, script)
     for act in script["acts"]:
         began = time.monotonic()

@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import secrets
 import select
+import socket
 import time
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,7 +126,8 @@ class KeyCheck:
         )
 
 
-IPC = "ipc://*"
+_IPC_SCHEME = "ipc://"
+IPC = f"{_IPC_SCHEME}*"
 """Listen in the private folder of this process: for processes of one user on one machine."""
 LOOPBACK = "tcp://127.0.0.1:*"
 """Listen on a port of the loopback interface that the kernel chooses."""
@@ -405,6 +407,23 @@ def _read_hello(parts: list[bytes]) -> ChannelHello:
     if not isinstance(greeting, ChannelHello):
         raise WireError(RefusalReason.GARBAGE, "greeting is no hello")
     return greeting
+
+
+def require_listener(address: str) -> None:
+    """Raises `UnavailableError` if the kernel knows that nobody listens at an ipc address.
+
+    ZeroMQ would go on trying until the channel's time to open is over.
+    """
+    if not address.startswith(_IPC_SCHEME):
+        return
+    path = address.removeprefix(_IPC_SCHEME)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise UnavailableError(f"nobody listens at {address}: {error.strerror}") from error
+        except OSError:
+            return  # Somebody is there and has no time, or `dial` says what is wrong.
 
 
 def dial(

@@ -52,7 +52,7 @@ from penstock.handoff import (
     open_decode,
     open_prefill,
 )
-from penstock.transport.zeromq import IPC, Listener, connect, dial
+from penstock.transport.zeromq import IPC, Listener, connect, dial, require_listener
 from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
@@ -66,10 +66,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPEN_S = 10.0
-"""How long a pair may take to open; then its claims fail, and their prompts are computed."""
-ANSWER_S = 3.0
-"""An engine that does not answer within this time is not there."""
 WANTS_MAX = 4096
 """Prompts that are wanted and not known yet, and those that were dropped and may be wanted."""
 
@@ -179,6 +175,9 @@ class SchedulerHandoffs:
         Raises `UnavailableError`: a rank does not answer.
         """
         self._settings = settings
+        self._open_s = settings.times.handoff_s
+        """How long a pair may take to open; then its claims fail, and their prompts are computed.
+        The first step of a peer may take many seconds."""
         self.events: deque[HandoffEvent] = deque()
         """What has ended; another thread may take from its left end."""
         with ExitStack() as undo:
@@ -186,7 +185,7 @@ class SchedulerHandoffs:
             undo.callback(self._door.close)
             self._listener = SharedListener(name, [IPC])
             undo.callback(self._listener.close)
-            deadline = _soon(OPEN_S)
+            deadline = _soon(self._open_s)
             self._ranks: list[ZmqChannel] = []
             for rank in ranks:
                 channel = connect(
@@ -302,7 +301,7 @@ class SchedulerHandoffs:
 
     def step(self) -> None:
         while (channel := self._door.accept()) is not None:
-            self._peers.append(_Peer(channel, prefills=False, deadline=_soon(OPEN_S)))
+            self._peers.append(_Peer(channel, prefills=False, deadline=_soon(self._open_s)))
         # Also a caller whose pair is not open: otherwise the descriptor stays readable.
         self._listener.look(frozenset())
         for rank, channel in enumerate(self._ranks):
@@ -366,12 +365,14 @@ class SchedulerHandoffs:
         for peer in self._peers:
             if peer.prefills and peer.address == address and not peer.lost:
                 return peer
+        patience = ChannelSettings(open_s=self._settings.times.suspect_s)
         try:
-            channel = dial(address, name=self._card.name, settings=ChannelSettings(open_s=ANSWER_S))
+            require_listener(address)
+            channel = dial(address, name=self._card.name, settings=patience)
         except (UnavailableError, ValueError) as error:
             log.warning("cannot dial a prefill engine: address=%s cause=%s", address, error)
             return None
-        peer = _Peer(channel, prefills=True, address=address, deadline=_soon(OPEN_S))
+        peer = _Peer(channel, prefills=True, address=address, deadline=_soon(self._open_s))
         self._peers.append(peer)
         return peer
 
@@ -461,7 +462,7 @@ class SchedulerHandoffs:
             peer.door = open_side(
                 peer.pair.to_pair(),
                 settings=self._settings,
-                timeout_s=OPEN_S,
+                timeout_s=self._open_s,
                 listener=self._listener,
             )
         except (PenstockError, ValueError) as error:
@@ -610,7 +611,7 @@ class SchedulerHandoffs:
     def _look_at_clock(self, now: float) -> None:
         for peer in self._peers:
             if peer.door is None and not peer.lost and now >= peer.deadline:
-                self._lose(peer, f"it did not open within {OPEN_S:g} s")
+                self._lose(peer, f"it did not open within {self._open_s:g} s")
         late = [each for each in self._prompts.values() if each.peer is None]
         for given in late:
             if now >= given.deadline:
