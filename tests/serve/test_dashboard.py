@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -108,6 +109,21 @@ def test_the_document_has_what_the_counters_grew_by(vllm: Engine) -> None:
     assert then["traffic"]["warm"]["count"] == then["traffic"]["cold"]["count"] == 10
     assert then["traffic"]["warm"]["p50_s"] <= then["traffic"]["cold"]["p95_s"]
     assert [tier["name"] for tier in then["tiers"]] == ["device", "host"]
+
+
+def test_what_came_is_counted_once_however_many_ask_at_a_time(vllm: Engine) -> None:
+    """The page asks when it is looked at, beside the one that asks again and again."""
+
+    async def look() -> Any:
+        watch = watch_of(vllm.url)
+        await watch.ask()
+        vllm.show("vllm-later.txt")
+        watch.ask_soon(math.inf)
+        return (await asyncio.gather(*(asked(watch) for _ in range(3))))[-1]
+
+    slices = asyncio.run(look())["traffic"]["slices"]
+
+    assert sum(each["prompt_tokens"] for each in slices) == 5000
 
 
 def test_an_engine_that_began_anew_is_counted_from_nothing(vllm: Engine) -> None:

@@ -189,7 +189,15 @@ class MetricsWatch:
             await asyncio.sleep(due - loop.time())
 
     async def ask(self) -> None:
-        """Asks all servers once, at the same time."""
+        """Asks all servers once, at the same time; joins whoever is asking them now.
+
+        Of two that ask at a time, both would count what came since the page before.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all())
+        await self._asking
+
+    async def _ask_all(self) -> None:
         self._asked_at = time.monotonic()
         before = [each.page for each in self._watched]
         await asyncio.gather(*(each.ask() for each in self._watched))
@@ -203,7 +211,7 @@ class MetricsWatch:
     def ask_soon(self, now: float) -> None:
         """Asks all servers while others go on, unless that was done in the last seconds."""
         if now - self._asked_at >= SCRAPE_EVERY_S and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self.ask())
+            self._asking = asyncio.create_task(self._ask_all())
 
     async def gather(self) -> bytes:
         """The document of the page, as JSON."""
