@@ -45,7 +45,7 @@ from penstock.store.disk.io import DiskCalls
 from penstock.store.disk.tier import DiskTier
 from penstock.store.process.client import ArenaOffer
 from penstock.store.process.link import FoundInStore, StoreLink
-from penstock.store.process.messages import StoreConfig, StoreTierConfig
+from penstock.store.process.messages import StoreConfig, StoreState, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any, wait_readable
 from penstock.vocabulary.checksums import Algorithm, CellSpan, life_salt
@@ -142,9 +142,11 @@ class _Engine:
 
     def __enter__(self) -> Self:
         deadline = time.monotonic() + WAIT_S
-        while not self.link.is_up:
+        on = False
+        while not on:  # A tier that is being opened refuses copies.
             self.wait(deadline)
-            self.link.collect()
+            states = [each for each in self.link.collect() if isinstance(each, StoreState)]
+            on = bool(states) and states[-1].state.on
         return self
 
     def __exit__(self, *_: object) -> None:
