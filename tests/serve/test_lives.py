@@ -63,6 +63,7 @@ def computing(running: Running) -> set[str]:
     return {name for name, path in maps.items() if "libtorch" in Path(path).read_text()}
 
 
+@pytest.mark.long  # A killed rank of a pair, and all processes anew: test_faults.
 def test_a_killed_rank_ends_its_instance_which_comes_back_with_all_ranks(
     model_folder: Path,
 ) -> None:
@@ -151,7 +152,7 @@ def killed_server_leaves_nothing(running: Running, *, processes: int) -> None:
         assert ended
 
 
-@pytest.mark.long  # A killed rank is above; what no token was sent of is in test_router.
+@pytest.mark.long  # A killed rank is in test_faults; what no token was sent of is in test_router.
 def test_requests_without_a_token_yet_go_to_another_instance(model_folder: Path) -> None:
     with serving(model_folder, "--instances", "2", *SIZES) as running:
         victim = keeper_of(PREFIX, running)

@@ -140,7 +140,8 @@ def test_instances_that_do_everything_can_join_a_router_too(model_folder: Path) 
         assert line_of(instance) == f"penstock: ready: instance-4 has joined {roles.router}"
 
 
-@pytest.mark.parametrize("drain_s", ["600", pytest.param("0", marks=pytest.mark.long)])
+@pytest.mark.long  # What a stop lets end is in test_stopping; who joins and leaves, above.
+@pytest.mark.parametrize("drain_s", ["600", "0"])
 def test_a_joined_command_that_is_stopped_lets_its_answers_end(
     endless_model_folder: Path, drain_s: str
 ) -> None:
