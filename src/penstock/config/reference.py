@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from penstock.config.toml import KEYS
+from penstock.config.toml import KEYS, value_text
 from penstock.vocabulary.schema import Setting
 
 if TYPE_CHECKING:
@@ -72,9 +72,4 @@ def _type(setting: Setting | TierOption) -> str:
 
 
 def _default(setting: Setting | TierOption) -> str:
-    value = setting.default
-    if value is None:
-        return "required"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+    return "required" if setting.default is None else f"`{value_text(setting.default)}`"

@@ -279,7 +279,7 @@ def _read_cache(
 
 
 def _read_device(table: _Table) -> TierSettings | None:
-    if not table.value("blocks"):
+    if not table.values["blocks"]:
         table.refuse(
             ROOM_KEYS,
             "has no effect while cache.blocks is 0: the engine keeps its own device blocks",
@@ -329,7 +329,7 @@ def _read_tier_and_kind(
             "'objects' have it",
         )
     table = _Table(place, given, {**TIER_KEYS, **own}, optional=["blocks"])
-    options = {name: table.value(name) for name in own}
+    options = {name: table.values[name] for name in own}
     with _spelled_as_in_the_file({"": place}):
         made_of = TierKind(options=options, **table.fields_of(TierKind))
     return _read_tier(table, stored=kind in STORED_KINDS), made_of
@@ -357,14 +357,14 @@ def _read_tier(table: _Table, *, stored: bool) -> TierSettings:
 
 def _choose_size(table: _Table) -> None:
     """A tier with `gib` has no `blocks`: how many it has is known later."""
-    size_gib = table.value("gib") if "gib" in table.keys else 0
+    size_gib = table.values.get("gib")
     if not size_gib and "blocks" not in table.given:
         either = "; give blocks, or gib more than 0" if "gib" in table.keys else ""
         must_be = either or f"; must be {TIER_KEYS['blocks'].key}"
         raise ConfigError(f"{table.place}.blocks", f"is missing{must_be}")
     if size_gib:
         table.refuse(["blocks"], f"has no effect while gib is {size_gib}; give one of the two")
-        table.given["blocks"] = UNSIZED_BLOCKS
+        table.values["blocks"] = UNSIZED_BLOCKS
 
 
 @contextmanager
@@ -400,17 +400,18 @@ class _Table:
         optional: Collection[str] = (),
     ) -> None:
         self.place = place
-        self.given = {**_table_at(place, given)}
+        self.given = _table_at(place, given)
         self.keys = keys
+        self.values: dict[str, Any] = {}
+        """Of the keys that are given or have a default."""
         problems = _Problems()
         for name in [*self.given, *(name for name in keys if name not in self.given)]:
             if name in self.given or name not in optional:
                 with problems.collect():
-                    self.value(name)
+                    self.values[name] = self._read(name)
         problems.refuse_if_any()
 
-    def value(self, name: str) -> Any:  # noqa: ANN401  (as its key says)
-        """The value of a key, given or by default."""
+    def _read(self, name: str) -> Any:  # noqa: ANN401  (as its key says)
         place = f"{self.place}.{name}"
         if place in REMOVED_KEYS:
             raise ConfigError(place, f"is {self.given[name]!r}, {REMOVED_KEYS[place]}")
@@ -425,7 +426,7 @@ class _Table:
     def fields_of(self, owner: type) -> dict[str, Any]:
         """The fields of some settings, from those keys of the table that become them."""
         return {
-            setting.field: self.value(name)
+            setting.field: self.values[name]
             for name, setting in self.keys.items()
             if isinstance(setting, Setting) and setting.owner is owner
         }
@@ -495,7 +496,7 @@ def _quotas(heading: str, quotas: Mapping[str, float]) -> str:
 
 
 def _table(heading: str, values: Mapping[str, Value]) -> str:
-    lines = [f"{_name(name)} = {_value(value)}\n" for name, value in values.items()]
+    lines = [f"{_name(name)} = {value_text(value)}\n" for name, value in values.items()]
     return f"{heading}\n{''.join(lines)}"
 
 
@@ -503,7 +504,8 @@ def _name(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _string(name)
 
 
-def _value(value: Value) -> str:
+def value_text(value: Value) -> str:
+    """A value as a file spells it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return _string(value) if isinstance(value, str) else repr(value)

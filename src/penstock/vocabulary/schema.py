@@ -109,10 +109,8 @@ class Bytes(Whole):
 
     def read(self, place: str, value: object) -> int:
         """Returns the number of bytes, or refuses the value in the name of `place`."""
-        if isinstance(value, str):
-            size = size_bytes(value)
-            if size is None or not size.is_integer():
-                raise _refused(place, value, self)
+        size = size_bytes(value) if isinstance(value, str) else None
+        if size is not None and size.is_integer():
             value = int(size)
         return Whole.read(self, place, value)
 
@@ -126,12 +124,8 @@ class Gib(Number):
 
     def read(self, place: str, value: object) -> float:
         """Returns the number of GiB, or refuses the value in the name of `place`."""
-        if isinstance(value, str):
-            size = size_bytes(value)
-            if size is None:
-                raise _refused(place, value, self)
-            value = size / (1 << 30)
-        return Number.read(self, place, value)
+        size = size_bytes(value) if isinstance(value, str) else None
+        return Number.read(self, place, value if size is None else size / (1 << 30))
 
     def __str__(self) -> str:
         return f"a number of GiB from {self.minimum:g} to {self.maximum:g}, {_OR_A_SIZE}"
