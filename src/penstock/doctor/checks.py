@@ -49,7 +49,7 @@ from penstock.tiers.linux_memory import (
 from penstock.transport.machine_keys import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from penstock.config import Config, TierKind
     from penstock.doctor.facts import MachineFacts
@@ -120,6 +120,11 @@ def _problem(seen: str, remedy: str, *, check: str = "") -> DoctorFinding:
     return DoctorFinding(check=check, status=FindingStatus.PROBLEM, seen=seen, remedy=remedy)
 
 
+def _judged(seen: str, remedy: str, *, wrong: bool) -> DoctorFinding:
+    """A warning if something is wrong."""
+    return _warning(seen, remedy) if wrong else _ok(seen)
+
+
 def _tiers(facts: MachineFacts, kind: str) -> list[tuple[str, TierKind]]:
     if facts.config is None:
         return []
@@ -156,75 +161,68 @@ def _host_bytes(facts: MachineFacts) -> int:
     return of_rank * arenas
 
 
-def _check_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_memory(facts: MachineFacts) -> DoctorFinding:
     limits = memory_limits(facts.read)
     if not limits:
-        yield _ok("the machine does not say how much there is")
-        return
+        return _ok("the machine does not say how much there is")
     tightest = min(limits, key=lambda limit: limit.available_bytes)
     seen = f"{gib(tightest.available_bytes)} are available: {tightest.source}"
     wanted = _host_bytes(facts)
     if wanted > tightest.available_bytes:
-        yield _problem(
+        return _problem(
             f"{seen}; host tiers need {gib(wanted)}",
             "make the host tiers smaller (each rank of each instance takes gib), start fewer, end "
             "other programs, or raise the limit (memory.max, docker --memory, "
             "resources.limits.memory)",
         )
-    elif tightest.available_bytes < MEMORY_BYTES_MIN:
-        yield _warning(seen, f"free some: a server needs {gib(MEMORY_BYTES_MIN)} and its model")
-    else:
-        yield _ok(f"{seen}; host tiers need {gib(wanted)}" if wanted else seen)
+    if tightest.available_bytes < MEMORY_BYTES_MIN:
+        return _warning(seen, f"free some: a server needs {gib(MEMORY_BYTES_MIN)} and its model")
+    return _ok(f"{seen}; host tiers need {gib(wanted)}" if wanted else seen)
 
 
-def _check_locked_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_locked_memory(facts: MachineFacts) -> DoctorFinding:
     soft, _ = facts.limit(resource.RLIMIT_MEMLOCK)
     limited = soft != resource.RLIM_INFINITY
     seen = f"RLIMIT_MEMLOCK is {gib(soft) if limited else 'unlimited'}"
     adapters = facts.names_in("/sys/class/infiniband")
     if limited and adapters and soft < max(_host_bytes(facts), 1 << 30):
-        yield _warning(
+        return _warning(
             f"{seen}, and there are RDMA adapters ({', '.join(adapters)})",
             "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1): "
             "NIXL registers memory with them, which counts as locked",
         )
-    else:
-        yield _ok(seen)
+    return _ok(seen)
 
 
-def _check_open_files(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_open_files(facts: MachineFacts) -> DoctorFinding:
     soft, hard = facts.limit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_MIN:
-        yield _ok(f"RLIMIT_NOFILE is {'unlimited' if soft < 0 else soft}")
-        return
-    yield _warning(
+        return _ok(f"RLIMIT_NOFILE is {'unlimited' if soft < 0 else soft}")
+    return _warning(
         f"RLIMIT_NOFILE is {soft} of at most {'any number' if hard < 0 else hard}",
         f"ulimit -n {FILES_MIN} or more (systemd: LimitNOFILE=, docker: --ulimit nofile=)",
     )
 
 
-def _check_huge_pages(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_huge_pages(facts: MachineFacts) -> DoctorFinding:
     wanted = _host_bytes(facts)
     if not wanted:
-        yield _ok("no host tier asks for them")
-        return
+        return _ok("no host tier asks for them")
     best = pages_to_try(wanted, facts.read)[0]
     if best is not Pages.PLAIN:
-        yield _ok(f"host tiers get {best.value} pages")
-        return
+        return _ok(f"host tiers get {best.value} pages")
     missing = huge_pages_missing(wanted, facts.read)
-    yield _warning(
+    return _warning(
         f"host tiers of {gib(wanted)} get plain pages",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, or set "
         f"{missing} more of {gib(huge_page_bytes(facts.read))} aside (sysctl vm.nr_hugepages)",
     )
 
 
-def _check_numa(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_numa(facts: MachineFacts) -> DoctorFinding:
     nodes = online_nodes(facts.read)
     if len(nodes) == 1:
-        yield _ok("the machine has one node")
-        return
+        return _ok("the machine has one node")
     of_gpus = sorted({gpu.numa_node for gpu in facts.gpus() if gpu.numa_node >= 0})
     seen = f"nodes {nodes}, GPUs on {of_gpus or 'no known one'}"
     strays = [
@@ -232,31 +230,28 @@ def _check_numa(facts: MachineFacts) -> Iterator[DoctorFinding]:
         for name, kind in _tiers(facts, "host")
         if of_gpus and (node := int(kind.options.get("numa_node", -1))) not in of_gpus
     ]
-    if strays:
-        yield _warning(
-            f"{seen}; host tiers: {', '.join(strays)}",
-            f"numa_node = {of_gpus[0]} for the tier, so that copies do not cross sockets; an "
-            "engine for each node where GPUs are on several",
-        )
-    else:
-        yield _ok(seen)
+    if not strays:
+        return _ok(seen)
+    return _warning(
+        f"{seen}; host tiers: {', '.join(strays)}",
+        f"numa_node = {of_gpus[0]} for the tier, so that copies do not cross sockets; an "
+        "engine for each node where GPUs are on several",
+    )
 
 
-def _check_cpus(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_cpus(facts: MachineFacts) -> DoctorFinding:
     cores, quota = facts.cores(), _cpu_quota(facts)
     if quota is not None and quota < cores:
-        yield _warning(
+        return _warning(
             f"{cores} cores can be used, but only {quota:.2g} of them at a time (cgroup quota)",
             f"engine.threads = {max(1, math.floor(quota))}, or raise the quota (docker --cpus, "
             "resources.limits.cpu): threads beyond it are stopped within steps",
         )
-    elif cores < 2:
-        yield _warning(
-            "1 core can be used",
-            "give it two or more: the engine and the server's processes take turns otherwise",
-        )
-    else:
-        yield _ok(f"{cores} cores can be used")
+    return _judged(
+        f"{counted(cores, 'core')} can be used",
+        "give it two or more: the engine and the server's processes take turns otherwise",
+        wrong=cores < 2,
+    )
 
 
 def _cpu_quota(facts: MachineFacts) -> float | None:
@@ -270,50 +265,45 @@ def _cpu_quota(facts: MachineFacts) -> float | None:
     return None
 
 
-def _check_shared_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_shared_memory(facts: MachineFacts) -> DoctorFinding:
     room = facts.room("/dev/shm")
-    if room is None or room.total_bytes >= SHM_BYTES_MIN:
-        yield _ok("not found" if room is None else f"{gib(room.total_bytes)}")
-        return
-    yield _warning(
-        f"{gib(room.total_bytes)}",
+    return _judged(
+        gib(room.total_bytes) if room else "not found",
         "docker --shm-size=8g or --ipc=host (Kubernetes: an emptyDir of medium Memory): ranks of "
         "vLLM and NCCL exchange data there",
+        wrong=room is not None and room.total_bytes < SHM_BYTES_MIN,
     )
 
 
-def _check_compiler(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_compiler(facts: MachineFacts) -> DoctorFinding:
     found = facts.compiler()
-    says = facts.compiler_says(found) if found else ""
-    if says:
-        yield _ok(says)
-        return
-    yield _warning(
-        f"{found} does not run" if found else "no C compiler: neither CC is set nor gcc found",
+    says = facts.compiler_says(found) if found else "no C compiler: neither CC is set nor gcc found"
+    return _judged(
+        says or f"{found} does not run",
         "apt-get install gcc, or set CC: copies and checksums are computed by slower code without",
+        wrong=not (found and says),
     )
 
 
-def _check_cuda(facts: MachineFacts) -> Iterator[DoctorFinding]:
+def _check_cuda(facts: MachineFacts) -> DoctorFinding:
     gpus = list(facts.gpus())
     engine = facts.config.engine if facts.config else None
     wanted = engine is not None and engine.device.startswith("cuda")
     driver = facts.read("/proc/driver/nvidia/version").partition("\n")[0].strip()
     if gpus and driver:
-        yield _ok(f"{counted(len(gpus), 'GPU')}; {driver}")
-    elif gpus:
-        yield _problem(
+        return _ok(f"{counted(len(gpus), 'GPU')}; {driver}")
+    if gpus:
+        return _problem(
             f"{counted(len(gpus), 'GPU')} on the bus, but no driver "
             "(/proc/driver/nvidia is missing)",
             "install NVIDIA's driver; in a container, start it with --gpus all",
         )
-    elif wanted:
-        yield _problem(
+    if wanted:
+        return _problem(
             "engine.device is 'cuda', and there is no NVIDIA GPU",
             "engine.device = 'cpu', or start the container with --gpus all",
         )
-    else:
-        yield _ok("there is no NVIDIA GPU: the CPU computes")
+    return _ok("there is no NVIDIA GPU: the CPU computes")
 
 
 def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
@@ -342,12 +332,11 @@ def _link_finding(name: str, full: float | None, down: float, up: float) -> Doct
     if full is None:
         return _ok(f"{seen}; the bus does not say what the link should give")
     seen = f"{seen}, {min(down, up) / full:.0%} of the link's {full / 1e9:.1f} GB/s"
-    if min(down, up) >= LINK_SHARE_MIN * full:
-        return _ok(seen)
-    return _warning(
+    return _judged(
         seen,
         "look whether other programs use the GPU, whether memory is on its NUMA node, and in the "
         "BIOS at ACS, IOMMU and the link's speed",
+        wrong=min(down, up) < LINK_SHARE_MIN * full,
     )
 
 
@@ -379,13 +368,12 @@ def _check_disks(facts: MachineFacts) -> Iterator[DoctorFinding]:
                 f"put {path} on a local disk (ext4, xfs): its file system has no direct I/O, so "
                 "the tier takes memory from others",
             )
-        elif min(rate[:2]) < DISK_BYTES_PER_S_MIN:
-            yield _warning(
-                seen,
-                "use an NVMe disk; where loading is slower than computing, Penstock computes",
-            )
-        else:
-            yield _ok(seen)
+            continue
+        yield _judged(
+            seen,
+            "use an NVMe disk; where loading is slower than computing, Penstock computes",
+            wrong=min(rate[:2]) < DISK_BYTES_PER_S_MIN,
+        )
 
 
 def _disk_findings(facts: MachineFacts, name: str, kind: TierKind) -> Iterator[DoctorFinding]:
@@ -422,12 +410,10 @@ def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
         return
     why = facts.port(host, port) if port else ""
     if why:
-        yield DoctorFinding(
-            # Without a configuration nobody has asked for this one.
-            status=FindingStatus.PROBLEM if serve else FindingStatus.WARNING,
-            seen=f"{host}:{port}: {why}",
-            remedy="end the program that listens there (ss -ltnp), or choose another serve.port",
-        )
+        # Without a configuration nobody has asked for this one.
+        found = _problem if serve else _warning
+        remedy = "end the program that listens there (ss -ltnp), or choose another serve.port"
+        yield found(f"{host}:{port}: {why}", remedy)
     else:
         yield _ok(f"{host}:{port} is free" if port else "any free port is taken")
     ports = port_range(serve.ports) if serve else range(0)
@@ -561,13 +547,12 @@ def _dotted(version: tuple[int, ...]) -> str:
 def _check_clock(facts: MachineFacts) -> Iterator[DoctorFinding]:
     folder = "/sys/devices/system/clocksource/clocksource0"
     source = facts.read(f"{folder}/current_clocksource").strip()
-    if source in SLOW_CLOCKS:
-        yield _warning(
-            f"the clock source is {source}, which is slow to read",
-            f"echo tsc > {folder}/current_clocksource, or boot with clocksource=tsc",
-        )
-    else:
-        yield _ok(f"the clock source is {source or 'not known'}")
+    slow = source in SLOW_CLOCKS
+    yield _judged(
+        f"the clock source is {source or 'not known'}{', which is slow to read' if slow else ''}",
+        f"echo tsc > {folder}/current_clocksource, or boot with clocksource=tsc",
+        wrong=slow,
+    )
     if facts.clock() is False:
         yield _warning(
             "the clock is not synchronised",
@@ -576,7 +561,7 @@ def _check_clock(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
 
 
-CHECKS: dict[str, Callable[[MachineFacts], Iterable[DoctorFinding]]] = {
+CHECKS: dict[str, Callable[[MachineFacts], DoctorFinding | Iterable[DoctorFinding]]] = {
     "memory": _check_memory,
     "locked memory": _check_locked_memory,
     "open files": _check_open_files,
@@ -596,10 +581,11 @@ CHECKS: dict[str, Callable[[MachineFacts], Iterable[DoctorFinding]]] = {
 }
 
 
-def examine(facts: MachineFacts) -> list[DoctorFinding]:
-    """The findings of all checks."""
+def examine(facts: MachineFacts, names: Collection[str] = CHECKS) -> list[DoctorFinding]:
+    """The findings of some checks, or of all."""
+    made = {name: CHECKS[name](facts) for name in names}
     return [
-        finding if finding.check else msgspec.structs.replace(finding, check=name)
-        for name, check in CHECKS.items()
-        for finding in check(facts)
+        each if each.check else msgspec.structs.replace(each, check=name)
+        for name, found in made.items()
+        for each in ([found] if isinstance(found, DoctorFinding) else found)
     ]
