@@ -16,29 +16,22 @@ MEASURE = "Measure"
 LAB = CommandLine(
     name="lab",
     help="Proves and measures Penstock, from a clone.",
-    package="lab.cli",
     commands={
         "sim": Command(
-            module="sim",
-            function="simulate",
-            help="Simulate cache, runtime or handoff from many seeds, or print the events of one.",
-            panel=PROVE,
+            "lab.cli.sim:simulate",
+            PROVE,
+            "Simulate cache, runtime or handoff from many seeds, or print the events of one.",
         ),
-        "explore": Command(
-            module="explore",
-            help="Visit every state of small handoff worlds.",
-            panel=PROVE,
-        ),
+        "explore": Command("lab.cli.explore", PROVE, "Visit every state of small handoff worlds."),
         "bench": Command(
-            module="bench",
-            help="Measure Penstock beside peers and other designs in the same run.",
-            panel=MEASURE,
+            "lab.cli.bench",
+            MEASURE,
+            "Measure Penstock beside peers and other designs in the same run.",
         ),
         "walks": Command(
-            module="walks",
-            function="walk",
-            help="Count files and calls that a block, a layer and a chat pass.",
-            panel=MEASURE,
+            "lab.cli.walks:walk",
+            MEASURE,
+            "Count files and calls that a block, a layer and a chat pass.",
         ),
     },
 )

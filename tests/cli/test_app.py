@@ -177,10 +177,11 @@ def test_every_option_of_a_command_is_on_a_page(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_about_itself(name: str) -> None:
     row = COMMANDS[name]
-    module = import_module(f"{row.package or 'penstock.cli'}.{row.module}")
+    place, _, function = row.target.partition(":")
+    module = import_module(place)
 
-    if row.function:
-        said = getattr(module, row.function).__doc__.split("\n\n")[0]
+    if function:
+        said = getattr(module, function).__doc__.split("\n\n")[0]
         assert " ".join(said.split()) == row.help
     else:
         assert module.commands.registered_commands

@@ -1,6 +1,6 @@
 """The commands of `penstock`, and the place where errors become exit statuses.
 
-Each command has a row in `COMMANDS`, which names its module beside this one; options that several
+Each command has a row in `COMMANDS`, which says where it is; options that several
 commands share are in `conventions`. Only the module of the command that runs is imported: all of
 them together take more than a second, and `penstock --help` needs none. `CommandLine` is also used
 for the commands of a clone's `lab/`.
@@ -21,7 +21,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.main import get_command
@@ -45,144 +45,110 @@ SET_UP = "Set up"
 PROVE = "Try, test and measure"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(NamedTuple):
     """One command: where it is, and what the list of commands says about it."""
 
-    module: str
-    """A module of the package that holds the commands."""
-    package: str = ""
-    """The package, if it is another one than the program's."""
-    extras: str = ""
-    """What of that package it cannot do without."""
-    function: str = ""
-    """The command in it; empty: the module has several, in a Typer called `commands`."""
-    help: str
+    target: str
+    """`MODULE:FUNCTION`; without a function the module has several, in a Typer `commands`."""
     panel: str
+    help: str
+    extras: str = ""
+    """What of its wheel it cannot do without."""
 
-
-SERVER = "penstock_serve.cli"
 
 COMMANDS = {
     "serve": Command(
-        module="serve",
-        package=SERVER,
+        "penstock_serve.cli.serve:serve",
+        RUN,
+        "Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
         extras="engine",
-        function="serve",
-        help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
-        panel=RUN,
     ),
     "router": Command(
-        module="router",
-        package=SERVER,
-        function="route",
-        help="Route requests to vLLM servers: one computes the prompt, another one answers.",
-        panel=RUN,
+        "penstock_serve.cli.router:route",
+        RUN,
+        "Route requests to vLLM servers: one computes the prompt, another one answers.",
     ),
     "status": Command(
-        module="status",
-        package=SERVER,
-        function="show_status",
-        help="Say how a running server is: its health, requests, tiers and misses.",
-        panel=RUN,
+        "penstock_serve.cli.status:show_status",
+        RUN,
+        "Say how a running server is: its health, requests, tiers and misses.",
     ),
     "top": Command(
-        module="top",
-        package=SERVER,
-        function="show_top",
-        help="Watch a running server in the terminal.",
-        panel=RUN,
+        "penstock_serve.cli.top:show_top", RUN, "Watch a running server in the terminal."
     ),
     "dashboard": Command(
-        module="router",
-        package=SERVER,
-        function="show_dashboard",
-        help="Serve the live page for vLLM and SGLang servers, from their metrics.",
-        panel=RUN,
+        "penstock_serve.cli.router:show_dashboard",
+        RUN,
+        "Serve the live page for vLLM and SGLang servers, from their metrics.",
     ),
     "cache": Command(
-        module="status",
-        package=SERVER,
-        help="Clear what a running server has cached, or tell the story of a request.",
-        panel=RUN,
+        "penstock_serve.cli.status",
+        RUN,
+        "Clear what a running server has cached, or tell the story of a request.",
     ),
     "config": Command(
-        module="config",
-        help="Check a configuration file, show what it comes to, or list its keys.",
-        panel=SET_UP,
+        "penstock.cli.config",
+        SET_UP,
+        "Check a configuration file, show what it comes to, or list its keys.",
     ),
     "keys": Command(
-        module="keys",
-        help="Make and list the keys by which machines know each other.",
-        panel=SET_UP,
+        "penstock.cli.keys", SET_UP, "Make and list the keys by which machines know each other."
     ),
     "demo": Command(
-        module="demo",
-        package=SERVER,
+        "penstock_serve.cli.demo:show_demo",
+        PROVE,
+        "Serve a model by a pair of instances, talk to it, and check every answer.",
         extras="engine",
-        function="show_demo",
-        help="Serve a model by a pair of instances, talk to it, and check every answer.",
-        panel=PROVE,
     ),
     "doctor": Command(
-        module="config",
-        function="doctor",
-        help="Check this machine and a configuration, and say what to change.",
-        panel=SET_UP,
+        "penstock.cli.config:doctor",
+        SET_UP,
+        "Check this machine and a configuration, and say what to change.",
     ),
     "load": Command(
-        module="load",
-        package=SERVER,
-        function="load",
-        help="Ask a server with OpenAI's API as many users would, and measure its answers.",
-        panel=PROVE,
+        "penstock_serve.cli.load:load",
+        PROVE,
+        "Ask a server with OpenAI's API as many users would, and measure its answers.",
     ),
     "load-compare": Command(
-        module="load",
-        package=SERVER,
-        function="compare_loads",
-        help="Lay runs of `penstock load` side by side; others are compared with the first one.",
-        panel=PROVE,
+        "penstock_serve.cli.load:compare_loads",
+        PROVE,
+        "Lay runs of `penstock load` side by side; others are compared with the first one.",
     ),
     "plan": Command(
-        module="replay",
-        function="plan",
-        help="Replay a trace with several sizes of tiers and policies, and recommend one.",
-        panel=PROVE,
+        "penstock.cli.replay:plan",
+        PROVE,
+        "Replay a trace with several sizes of tiers and policies, and recommend one.",
     ),
     "replay": Command(
-        module="replay",
-        function="replay",
-        help="Play a trace of requests through the cache of a configuration.",
-        panel=PROVE,
+        "penstock.cli.replay:replay",
+        PROVE,
+        "Play a trace of requests through the cache of a configuration.",
     ),
     "store": Command(
-        module="store",
-        help="Serve disk tiers to the engines of this machine, or look into their folder.",
-        panel=RUN,
+        "penstock.cli.store",
+        RUN,
+        "Serve disk tiers to the engines of this machine, or look into their folder.",
     ),
     "version": Command(
-        module="app",
-        function="show_versions",
-        help="Print the versions of Penstock, of Python and of what Penstock uses.",
-        panel=SET_UP,
+        "penstock.cli.app:show_versions",
+        SET_UP,
+        "Print the versions of Penstock, of Python and of what Penstock uses.",
     ),
     "vllm-config": Command(
-        module="config",
-        function="print_vllm_flag",
-        help="Print the flag that makes vLLM keep KV in the tiers of a configuration file.",
-        panel=SET_UP,
+        "penstock.cli.config:print_vllm_flag",
+        SET_UP,
+        "Print the flag that makes vLLM keep KV in the tiers of a configuration file.",
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A program with commands, each in a module of one package."""
+    """A program with commands."""
 
     name: str
     help: str
-    package: str
     commands: Mapping[str, Command]
     of_a_clone: Collection[str] = ()
     """Commands that this program does not have, but `lab` and `make` in a clone."""
@@ -205,9 +171,10 @@ class CommandLine:
             if name != named:
                 app.command(name, help=row.help, rich_help_panel=row.panel)(_only_listed)
                 continue
-            module = import_module(f"{row.package or self.package}.{row.module}")
-            if row.function:
-                app.command(name, rich_help_panel=row.panel)(getattr(module, row.function))
+            place, _, function = row.target.partition(":")
+            module = import_module(place)
+            if function:
+                app.command(name, rich_help_panel=row.panel)(getattr(module, function))
             else:
                 app.add_typer(module.commands, name=name, help=row.help, rich_help_panel=row.panel)
         return app
@@ -234,7 +201,7 @@ class CommandLine:
         """Raises `UnavailableError` if the command is in a wheel that is not installed."""
         named = next((word for word in arguments if not word.startswith("-")), "")
         row = self.commands.get(named)
-        if row is not None and row.package and find_spec(row.package.partition(".")[0]) is None:
+        if row is not None and find_spec(row.target.partition(".")[0]) is None:
             hint = server_install_hint(row.extras)
             raise UnavailableError(f"{named} is part of penstock-serve: {hint}")
 
@@ -278,7 +245,6 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 PENSTOCK = CommandLine(
     name="penstock",
     help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
-    package="penstock.cli",
     commands=COMMANDS,
     of_a_clone=("sim", "explore", "bench"),
 )
