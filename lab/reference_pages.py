@@ -23,8 +23,7 @@ import penstock
 import penstock_serve
 from lab.cli.app import LAB
 from penstock.cli.app import PENSTOCK
-from penstock.config.reference import key_table
-from penstock.config.toml import KEYS
+from penstock.config.toml import KEYS, key_table
 from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
 from penstock.runtime import base, copy_executor
 from penstock_serve.observe.metrics import METRICS, RouterMetrics, ServerMetrics

@@ -22,8 +22,7 @@ from penstock.config import (
     load_config,
     parse_config,
 )
-from penstock.config.reference import key_table, meaning_of
-from penstock.config.toml import KEYS
+from penstock.config.toml import KEYS, key_table, meaning_of
 from penstock.config.values import HandoffTable
 from penstock.errors import ConfigError
 from penstock.vocabulary.planes import DTYPE_NAMES

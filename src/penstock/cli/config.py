@@ -18,7 +18,7 @@ import typer
 from penstock import __version__
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, name_model, show_result
 from penstock.config import STARTER_TOML, load_completed, load_config, parse_config
-from penstock.config.reference import key_tables
+from penstock.config.toml import key_tables
 from penstock.config.values import NOT_PERSISTED
 from penstock.connectors.vllm.versions import FAIL, RECOMPUTE, ROLE, ROLES
 from penstock.doctor.checks import FindingStatus, examine

@@ -4,8 +4,8 @@
 |------------|-------------------------------------------------------------------------|
 | `values`   | `Config` and its parts, those of `penstock serve` too                   |
 | `shared_stores` | addresses, and the keys that only some kinds of tiers have         |
-| `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |
-| `reference`| tables of all keys for a reader                                         |
+| `toml`     | text → `Config`, or one refusal that names the key; `Config` → text;    |
+|            | tables of all keys for a reader                                         |
 
 A key is a field of the settings that it becomes, which say its type, bounds, default and meaning
 (`penstock.vocabulary.schema`); so do those of the cache, in `penstock.cache.settings`.

@@ -1,7 +1,8 @@
-"""TOML → `Config`, or one refusal that lists everything that is wrong; and `Config` → TOML.
+"""TOML → `Config`, or one refusal that lists everything that is wrong; `Config` → TOML; its keys.
 
 Settings declare the keys that they are made of, and `KEYS` has them by their tables: a new key is a
-field of its settings, and nothing else.
+field of its settings, and nothing else. `penstock config keys` and the documentation site show the
+tables; a key means what the first paragraph of the text under its field says.
 
 A refusal is a `ConfigError` whose field is the key as the file spells it, such as
 `cache.block_tokens` or `tiers[1].write` (tiers are counted from 0), behind the name of the
@@ -15,13 +16,18 @@ is left out.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 import reprlib
+import textwrap
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -496,7 +502,7 @@ def _quotas(heading: str, quotas: Mapping[str, float]) -> str:
 
 
 def _table(heading: str, values: Mapping[str, Value]) -> str:
-    lines = [f"{_name(name)} = {value_text(value)}\n" for name, value in values.items()]
+    lines = [f"{_name(name)} = {_value(value)}\n" for name, value in values.items()]
     return f"{heading}\n{''.join(lines)}"
 
 
@@ -504,8 +510,7 @@ def _name(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _string(name)
 
 
-def value_text(value: Value) -> str:
-    """A value as a file spells it."""
+def _value(value: Value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return _string(value) if isinstance(value, str) else repr(value)
@@ -515,3 +520,51 @@ def _string(text: str) -> str:
     # JSON escapes a string as TOML does, but for DEL, which TOML wants escaped as well.
     # Characters beyond ASCII stay themselves: TOML has no surrogate pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def key_tables() -> str:
+    """Every key with its type, default and meaning, as tables in Markdown."""
+    return "\n".join(f"### {name}\n\n{key_table(name)}" for name in KEYS)
+
+
+def key_table(name: str) -> str:
+    """The keys of one table of the file."""
+    head = "| key | type | default | meaning |\n|---|---|---|---|\n"
+    return head + "".join(_row(key, setting) for key, setting in KEYS[name].items())
+
+
+def _row(name: str, setting: Setting | TierOption) -> str:
+    kind = str(setting.key).partition(", such as ")[0]
+    default = "required" if setting.default is None else f"`{_value(setting.default)}`"
+    return f"| `{name}` | {kind} | {default} | {meaning_of(setting)} |\n"
+
+
+def meaning_of(setting: Setting | TierOption) -> str:
+    """What a key of ours means."""
+    assert isinstance(setting, Setting), "an option of another distribution"
+    return setting.meaning or _meanings(setting.owner)[setting.field]
+
+
+@cache
+def _meanings(owner: type) -> Mapping[str, str]:
+    """The first paragraph under each field of a class and of its bases."""
+    found = {}
+    for each in reversed(owner.__mro__[:-1]):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in pairwise(node.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = _as_meaning(text)
+                case _:
+                    pass
+    return found
+
+
+def _as_meaning(text: str) -> str:
+    """The first paragraph, as the cell of a table has it: without its capital and full stop."""
+    found = " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+    return found if found[1:2].isupper() else f"{found[:1].lower()}{found[1:]}"
