@@ -28,6 +28,7 @@ from typing import Annotated
 from penstock.cache.eviction import POLICIES, policy_named
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_POLICIES
+from penstock.vocabulary.keys import BLOCK_TOKENS_MAX
 from penstock.vocabulary.schema import EnumChoice, Number, Shares, String, Text, Whole, settings_of
 
 BLOCKS_MAX = 2**31 - 1
@@ -144,7 +145,7 @@ class CacheSettings:
     """The engine's own slots when Penstock manages them; `None` when the engine does."""
     tiers: tuple[TierSettings, ...] = ()
     """The tiers below the device, nearest first; the first one is the hub."""
-    block_tokens: Annotated[int, Whole(minimum=1, maximum=65_536)] = 16
+    block_tokens: Annotated[int, Whole(minimum=1, maximum=BLOCK_TOKENS_MAX)] = 16
     """Tokens in a block."""
     rank_count: Annotated[int, Whole(minimum=1, maximum=4_096), "ranks"] = 1
     """Ranks that each hold a part of every block."""

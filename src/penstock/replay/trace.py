@@ -54,6 +54,7 @@ from penstock.vocabulary.hints import (
     read_hints,
     with_retention,
 )
+from penstock.vocabulary.keys import BLOCK_TOKENS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -346,8 +347,6 @@ LINE_BYTES_MAX = 64 << 20
 TOKENS_MAX = 1 << 27
 """Of one request: more than any model takes, and a bound on the memory of one line."""
 ID_MAX = 2**63 - 1
-BLOCK_TOKENS_MAX = 65_536
-"""As in a configuration."""
 MILLISECONDS_MAX = 1e15
 """Beyond any calendar; a time above it is a mistake of units."""
 SHIPPED = ("conversation", "synthetic")
