@@ -30,7 +30,7 @@ from penstock.cache.settings import HUB
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import PenstockError
 from penstock.machine import events as ev
-from penstock.machine.effects import Copy, Ended
+from penstock.machine.effects import Copy, DropBlocks, Ended
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ _SNAPSHOT_EVERY = 16
 """A snapshot walks over all blocks, so it is compared only now and then."""
 
 _LOSING_EVENTS = frozenset(
-    {ev.Reset, ev.EmptyDevice, ev.RankLost, ev.TierOn, ev.TierOff, ev.Vanished}
+    {
+        *(ev.Reset, ev.ChangeWeights, ev.EmptyDevice, ev.RankLost, ev.TierOn, ev.TierOff),
+        ev.Vanished,
+    }
 )
 """Blocks that go with these were lost or found corrupt, and did not leave in their turn."""
 
@@ -145,9 +148,9 @@ class KvReader:
                 elif isinstance(change, BlocksRemoved):
                     self._removed(change, event)
                 elif isinstance(change, AllCleared):
-                    self._cleared(change)
-        if self._epoch != self._world.epoch:
-            raise SimulationError("kv events", f"a reset to epoch {self._world.epoch} was not told")
+                    self._cleared(change, event)
+        if self._epoch != self._world.era:
+            raise SimulationError("kv events", f"a reset to epoch {self._world.era} was not told")
         if self._handled % _SNAPSHOT_EVERY == 0:
             self.compare()
 
@@ -167,8 +170,11 @@ class KvReader:
         self._epoch = snapshot.epoch
         self._blocks = {name: dict(rows) for name, rows in snapshot.blocks.items()}
 
-    def _cleared(self, change: AllCleared) -> None:
+    def _cleared(self, change: AllCleared, event: ev.Event) -> None:
         self._epoch = change.epoch
+        if isinstance(event, ev.ChangeWeights):
+            # What stays in lower tiers cannot be asked for until its weights are back.
+            self._blocks = {name: {} for name in self._tiers}
         if any(self._blocks.values()):
             raise SimulationError("kv events", "blocks outlived a reset")
 
@@ -180,6 +186,9 @@ class KvReader:
         for key in change.keys:
             if key in blocks:
                 raise SimulationError("kv events", f"a block was stored in {change.tier} twice")
+            library = self._world.library
+            if library.weights_of[key] != library.weights:
+                raise SimulationError("kv events", f"{change.tier} has a block of other weights")
             blocks[key] = parent
             parent = key
             node = self._world.books.nodes.ids.get(key)
@@ -306,10 +315,13 @@ def check_watermarks(world: World, effects: Sequence[Effect]) -> None:
     """After a tick, blocks have left every tier that runs low, as far as they may."""
     if any(isinstance(effect, Ended) for effect in effects):
         return  # Requests may have taken slots since, for what did not arrive.
-    demoted = {effect.source for effect in effects if isinstance(effect, Copy)}
+    # Blocks of other weights leave without a KV event.
+    left = {effect.source for effect in effects if isinstance(effect, Copy)} | {
+        effect.tier for effect in effects if isinstance(effect, DropBlocks)
+    }
     for tier in world.books.owned_tiers():
         soon_free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING)
-        if not tier.on or soon_free >= tier.settings.low_slots or tier.index in demoted:
+        if not tier.on or soon_free >= tier.settings.low_slots or tier.index in left:
             continue
         if tier.name not in world.kv.removed_now and tier.policy.candidates():
             raise SimulationError("usefulness", f"tier {tier.name} is full, and nothing leaves it")

@@ -27,6 +27,7 @@ TIER_NAMES = ("host", "disk", "shared")
 
 _STORE_DRAWS = 0x70E5
 _MEMORY_DRAWS = 0x3C_91_5B_E7_08_D2_46_AF
+_WEIGHTS_DRAWS = 0x9A_17_C4_62_EB_30_5D_81
 """Whether tiers are stored is drawn apart: worlds of old seeds without them stay what they were."""
 
 AMPLE_SLOTS = 96
@@ -140,6 +141,8 @@ class Conditions:
     """Where some tiers are stored."""
     sleep: float = 0.0
     """The device's memory is given back, if nobody uses it."""
+    weights: float = 0.0
+    """The model gets other weights, or those that it had before."""
 
     @property
     def managed(self) -> bool:
@@ -157,6 +160,7 @@ def draw_conditions(rng: Random) -> Conditions:
     own = branch(rng).getrandbits(64)
     drawn = Random(own ^ _STORE_DRAWS)
     conditions = _draw_memory(Random(own ^ _MEMORY_DRAWS), _draw_without_stores(rng))
+    conditions = _draw_weights(Random(own ^ _WEIGHTS_DRAWS), conditions)
     if conditions.healthy or len(conditions.settings.tiers) < 2 or drawn.random() < 0.5:
         return conditions
     settings = _with_stored_tiers(drawn, conditions.settings)
@@ -175,6 +179,13 @@ def _draw_memory(rng: Random, conditions: Conditions) -> Conditions:
     if conditions.healthy or rng.random() < 0.6:
         return conditions
     return replace(conditions, sleep=rng.choice((0.0, 0.2)))
+
+
+def _draw_weights(rng: Random, conditions: Conditions) -> Conditions:
+    """The same conditions, where Penstock makes the keys and the weights may change."""
+    if conditions.healthy or not conditions.managed or rng.random() < 0.8:
+        return conditions
+    return replace(conditions, weights=rng.choice((0.02, 0.06)))
 
 
 def _draw_without_stores(rng: Random) -> Conditions:

@@ -68,6 +68,7 @@ FAULT_KINDS: tuple[str, ...] = (
     "tier back with its bytes",
     "tier off, fenced",
     "tier off, not fenced",
+    "weights change",
     "write after the copy was given up",
 )
 

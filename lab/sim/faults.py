@@ -6,6 +6,7 @@ trouble is put on the agenda when it begins; `mend` brings the rest to an end.
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from lab.sim.checkers import SimulationError
 from lab.sim.conditions import AMPLE_SLOTS
 from lab.sim.descriptions import describe
+from lab.sim.workload import WEIGHTS
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
@@ -33,6 +35,8 @@ class FaultInjector:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rng = world.rng
+        self._weights = Random(f"weights of {world.seed}")
+        """Draws of its own: worlds of old seeds stay what they were without them."""
         conditions = world.conditions
         self._tier_count = 1 + len(conditions.settings.tiers)
         self._dangers = [
@@ -46,6 +50,7 @@ class FaultInjector:
                 (conditions.misuse, self._misuse),
                 (conditions.discover, self._discover),
                 (conditions.sleep, self._sleep),
+                (conditions.weights, self._change_weights),
                 (0.0 if conditions.store is None else conditions.store.death, self._store_dies),
                 (0.0 if conditions.store is None else conditions.store.full, self._store_full),
                 (0.0 if conditions.store is None else conditions.store.neighbour, self._neighbour),
@@ -287,9 +292,27 @@ class FaultInjector:
         world = self._world
         world.note("reset")
         world.epoch += 1
+        world.era += 1
         world.model.known.clear()
         world.model.arriving.clear()
         world.send(ev.Reset(why="conditions"))
+        self._begin_era()
+
+    def _change_weights(self) -> None:
+        """New requests have other keys; blocks in memory below the device keep theirs."""
+        world, library = self._world, self._world.library
+        before, after = library.weights, self._weights.choice(WEIGHTS)
+        world.note("weights change")
+        world.era += 1
+        if not before or before == after:
+            world.epoch += 1
+        library.weights = after
+        world.send(ev.ChangeWeights(before=before, after=after))
+        # What stores keep of other weights lies apart, and of these there is nothing.
+        self._begin_era()
+
+    def _begin_era(self) -> None:
+        world = self._world
         for store in world.ranks.stores.values():
             store.void()
         for request in world.engine.waiting():
@@ -375,7 +398,7 @@ class FaultInjector:
                 events.append(ev.Grow(lease=lease, token_count=beyond))
                 events.append(ev.Fork(lease=lease, request="nobody"))
                 continue
-            if request.store and request.epoch == self._world.epoch:
+            if request.store and request.era == self._world.era:
                 one_too_many = [request.text.namespace.digest]
                 events.append(ev.Commit(lease=lease, token_count=count, keys=one_too_many))
             tail = request.table[count // size] if count % size else None

@@ -43,7 +43,7 @@ class Request:
         "bound",
         "cached",
         "computed",
-        "epoch",
+        "era",
         "forked",
         "keeps",
         "lease",
@@ -71,7 +71,7 @@ class Request:
         self.store = True
         self.keeps: int | None = None
         """Leading blocks that it says are used again; the others are not written down."""
-        self.epoch = 0
+        self.era = 0
         self.forked = False
         """Whether its unfinished block may be shared."""
         self.separating = False
@@ -123,10 +123,11 @@ class ManagedEngine(Engine):
 
     def _arrive(self) -> None:
         returning = bool(self._returning) and self.rng.random() < 0.5
-        text = self._returning.pop() if returning else self.library.next_text()
+        library = self.library
+        text = library.with_weights_now(self._returning.pop()) if returning else library.next_text()
         if self.conditions.settings.tiers and self.rng.random() < self.conditions.prefetch:
             # It waits in a queue first, and its blocks come nearer in the meantime.
-            self.prefetch(self.library.all_keys(text), self.next_name())
+            self.prefetch(library.all_keys(text), self.next_name())
             if self.rng.random() < 0.3:
                 self._comes_back(text)
                 return
@@ -177,7 +178,7 @@ class ManagedEngine(Engine):
         request = Request(name, granted.lease, text)
         request.store = event.store
         request.keeps = event.keep_blocks
-        request.epoch = world.epoch
+        request.era = world.era
         timeout_s = conditions.settings.operation_timeout_s
         own = event.deadline or now + timeout_s
         if granted.searching:
@@ -262,7 +263,7 @@ class ManagedEngine(Engine):
         request.computed = end
         request.published = full
         self.world.send(event)
-        if request.store and request.epoch == self.world.epoch:
+        if request.store and request.era == self.world.era:
             self.world.model.known.update(keys)
             if self._writes_through:
                 published = [key for key in keys if ("device", key) in self.world.kv.stored_now]
@@ -305,7 +306,7 @@ class ManagedEngine(Engine):
         granted = self._only_grant(effects)
         other = Request(name, granted.lease, request.text.cut(request.computed))
         other.keeps = request.keeps
-        other.store, other.epoch = request.store, request.epoch
+        other.store, other.era = request.store, request.era
         request.forked = other.forked = True
         if granted.cached_tokens != request.computed:
             raise SimulationError("bytes", f"{name} is a fork with {granted.cached_tokens} tokens")
@@ -377,9 +378,10 @@ class ManagedEngine(Engine):
     def _check_loss(self, request: Request) -> None:
         """Blocks that do not arrive are computed instead, where there is room for them."""
         event = self.world.event
-        if isinstance(event, ev.Reset) and request.state is LeaseState.READY:
+        reset = isinstance(event, ev.Reset | ev.ChangeWeights)
+        if reset and request.state is LeaseState.READY:
             raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
-        excused = request.separating or isinstance(event, ev.RankLost | ev.Reset)
+        excused = request.separating or reset or isinstance(event, ev.RankLost)
         free = self.world.books.device.pool.free_count
         if self.conditions.healthy or (not excused and free >= len(request.table)):
             raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
@@ -390,7 +392,7 @@ class ManagedEngine(Engine):
         hub = books.hub
         if hub is None or hub.settings.quotas or hub.index in world.ranks.off or world.ranks.lost:
             return
-        current = request.store and request.epoch == world.epoch and request.keeps is None
+        current = request.store and request.era == world.era and request.keeps is None
         if not current or request.state is not LeaseState.READY or not hub.pool.free_count:
             return
         for key in keys:
@@ -485,7 +487,7 @@ class ManagedEngine(Engine):
                     "usefulness", f"a quiet cache hits {granted.cached_tokens} of {expected} tokens"
                 )
             request = Request(event.request, granted.lease, text)
-            request.epoch = self.world.epoch
+            request.era = self.world.era
             request.bound = self.world.now + self.conditions.settings.operation_timeout_s
             self._open(request, granted)
             self.world.run_until_quiet()

@@ -173,8 +173,13 @@ class Store:
 
     def start(self, job: Job, parents: Sequence[Key | None]) -> None:
         """The driver asks for the parts of all ranks."""
+        library = self._world.library
+        if job.target == self.tier and any(
+            library.weights_of[key] != library.weights for key in job.keys
+        ):
+            raise SimulationError("store", f"{job} saves blocks of other weights")
         for rank in sorted(job.left):
-            ticket = Ticket(self._next_ticket, job, rank, self._world.epoch, parents)
+            ticket = Ticket(self._next_ticket, job, rank, self._world.era, parents)
             self._next_ticket += 1
             self._tickets[ticket.number] = ticket
             if self.alive:
@@ -190,7 +195,7 @@ class Store:
             self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self.generation = self._world.epoch
+        self.generation = self._world.era
         self._acknowledged.clear()
         self._excused.clear()
         for disk in self.disks:
@@ -198,7 +203,7 @@ class Store:
 
     def is_current(self, life: int, generation: int) -> bool:
         """Whether an answer is of this life of the process and of this generation."""
-        return life == self.life and generation == self._world.epoch
+        return life == self.life and generation == self._world.era
 
     def _deliver(self, action: Callable[..., None], *arguments: object) -> None:
         """A message to the driver; messages of one life stay in order, also if one is stuck."""
@@ -213,7 +218,7 @@ class Store:
         if life != self.life:
             world.note("store answers from an earlier life")
         # A reset does not end the life of a job: its answer gives slots back.
-        if not self.is_current(life, world.epoch) or number not in self._tickets:
+        if not self.is_current(life, world.era) or number not in self._tickets:
             return
         ticket = self._tickets[number]
         world.ranks.hear_store(ticket.job, ticket.rank, faults, failure)
@@ -474,13 +479,13 @@ class Store:
                 row = disk.rows[place]
                 if row is not None and self.recovers(row):
                     disk.index[row.key] = place
-        if self.generation != self._world.epoch:
+        if self.generation != self._world.era:
             self._begin_generation()
         self._check_recovered()
 
     def recovers(self, row: Row) -> bool:
         """Whether what a row says counts."""
-        return row.generation == self.generation == self._world.epoch
+        return row.generation == self.generation == self._world.era
 
     def _check_recovered(self) -> None:
         """What was called saved is there, and whatever has a row has its bytes."""
@@ -510,7 +515,7 @@ class Store:
         for first in range(0, len(rows), _PAGE_KEYS):
             keys, parents = zip(*rows[first : first + _PAGE_KEYS], strict=True)
             page = (list(keys), list(parents))
-            self._deliver(self._take_page, self.life, self._world.epoch, *page)
+            self._deliver(self._take_page, self.life, self._world.era, *page)
 
     def take_in(self, keys: Sequence[Key], before: Key | None) -> None:
         """Another engine writes blocks, or an earlier life of this one did; we are told."""
@@ -552,7 +557,7 @@ class Store:
     def check_listed(self, key: Key) -> None:
         """What the directory lists is there, unless the store gave it up since."""
         for rank, disk in enumerate(self.disks):
-            listed = disk.holds(key, self._world.epoch)
+            listed = disk.holds(key, self._world.era)
             if not listed and (rank, key) not in self._excused:
                 raise SimulationError(
                     "store", f"{key.hex()[:4]} is listed, but is not on the disk of rank {rank}"

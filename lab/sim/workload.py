@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lab.sim.conditions import TENANTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from random import Random
 
     from lab.sim.conditions import Conditions
@@ -29,8 +30,12 @@ _REMEMBERED = 12
 """Of so many earlier texts, one may be continued or asked again."""
 
 
+WEIGHTS = ("first", "second", "")
+"""Versions of the model's weights; a model begins with the first. The last one has no name."""
+
+
 class Namespace(NamedTuple):
-    """Whose texts they are, and the mark they begin from."""
+    """Whose texts they are, and the mark they begin from with the first weights."""
 
     tenant: str
     digest: bytes
@@ -39,12 +44,15 @@ class Namespace(NamedTuple):
 class Text:
     """A prompt and what was generated after it."""
 
-    __slots__ = ("marks", "namespace", "tokens")
+    __slots__ = ("marks", "namespace", "tokens", "weights")
 
-    def __init__(self, namespace: Namespace, tokens: list[int], marks: list[Mark]) -> None:
+    def __init__(
+        self, namespace: Namespace, tokens: list[int], marks: list[Mark], weights: str
+    ) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.marks = marks
+        self.weights = weights
 
     def __len__(self) -> int:
         return len(self.marks)
@@ -56,7 +64,7 @@ class Text:
 
     def cut(self, count: int) -> Text:
         """A text that is the same up to `count` tokens."""
-        return Text(self.namespace, self.tokens[:count], self.marks[:count])
+        return Text(self.namespace, self.tokens[:count], self.marks[:count], self.weights)
 
 
 class Library:
@@ -66,6 +74,10 @@ class Library:
         self.block_tokens = conditions.settings.block_tokens
         self.right: dict[Mark, Content] = {}
         """Key of a block to the content that it names."""
+        self.weights = WEIGHTS[0]
+        """Which the model has now: texts of new requests have its marks."""
+        self.weights_of: dict[Mark, str] = {}
+        """Key of a block to the weights that it was made with."""
         self._rng = rng
         self._alphabet = conditions.alphabet
         self._length_max = conditions.blocks_max * self.block_tokens
@@ -75,7 +87,9 @@ class Library:
             for adapter in range(rng.randint(1, 2))
         ]
         self._preambles = [
-            self._grown(Text(rng.choice(namespaces), [], []), rng.randint(0, self._length_max // 2))
+            self._grown(
+                self._empty_text(rng.choice(namespaces)), rng.randint(0, self._length_max // 2)
+            )
             for _ in range(_PREAMBLES)
         ]
         self._earlier: list[Text] = []
@@ -102,19 +116,19 @@ class Library:
     def fresh_text(self, name: str, count: int) -> Text:
         """A text that shares nothing with any other, not even its namespace."""
         namespace = Namespace(name, blake2b(name.encode(), digest_size=16).digest())
-        return self._grown(Text(namespace, [], []), count)
+        return self._grown(self._empty_text(namespace), count)
 
     def extend(self, text: Text, count: int) -> None:
         """Adds generated tokens to a text."""
-        marks, tokens = text.marks, text.tokens
-        mark = marks[-1] if marks else text.namespace.digest
-        for _ in range(count):
-            token = self._rng.randrange(self._alphabet)
-            mark = blake2b(mark + bytes((token,)), digest_size=16).digest()
-            tokens.append(token)
-            marks.append(mark)
-            if len(marks) % self.block_tokens == 0:
-                self.right[mark] = tuple(marks[-self.block_tokens :])
+        self._append(text, [self._rng.randrange(self._alphabet) for _ in range(count)])
+
+    def with_weights_now(self, text: Text) -> Text:
+        """The same tokens, as the model computes them now."""
+        if text.weights == self.weights:
+            return text
+        found = self._empty_text(text.namespace)
+        self._append(found, text.tokens)
+        return found
 
     def room_in(self, text: Text) -> int:
         """How many tokens a text may still get."""
@@ -129,8 +143,24 @@ class Library:
         """The keys of all full blocks of a text."""
         return text.marks[self.block_tokens - 1 :: self.block_tokens]
 
+    def _empty_text(self, namespace: Namespace) -> Text:
+        return Text(namespace, [], [], self.weights)
+
+    def _append(self, text: Text, tokens: Sequence[int]) -> None:
+        marks = text.marks
+        mark = marks[-1] if marks else text.namespace.digest
+        if not marks and text.weights != WEIGHTS[0]:
+            mark = blake2b(mark + text.weights.encode(), digest_size=16).digest()
+        for token in tokens:
+            mark = blake2b(mark + bytes((token,)), digest_size=16).digest()
+            text.tokens.append(token)
+            marks.append(mark)
+            if len(marks) % self.block_tokens == 0:
+                self.right[mark] = tuple(marks[-self.block_tokens :])
+                self.weights_of[mark] = text.weights
+
     def _grown(self, text: Text, count: int) -> Text:
-        longer = text.cut(len(text))
+        longer = self.with_weights_now(text.cut(len(text)))
         self.extend(longer, min(count, self._length_max - len(text)))
         if not len(longer):
             self.extend(longer, 1)

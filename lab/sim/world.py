@@ -63,6 +63,9 @@ class World:
         self.conditions = self._draw_conditions()
         self.now = 0.0
         self.epoch = 0
+        """How often everything was voided."""
+        self.era = 0
+        """How often everything was voided, or the weights changed."""
         self.incarnation = self.rng.getrandbits(64)
         self.machine = self._make_machine()
         self.event: ev.Event = ev.Tick()

@@ -146,3 +146,18 @@ def test_routers_learn_what_is_left_and_what_is_back(cache: penstock.Cache) -> N
     assert {(each.tier, key) for each in again for key in each.keys} == {
         ("host", key) for key in in_host
     }
+
+
+def test_routers_are_not_told_that_blocks_leave_which_they_do_not_know(
+    cache: penstock.Cache,
+) -> None:
+    serve(cache, STORY)
+    cache.change_weights("v2")
+    serve(cache, OTHER)
+    told = [each for each in cache.take_kv_events() if isinstance(each, BlocksStored)]
+    known = {(each.tier, key) for each in told[-2:] for key in each.keys}
+
+    cache.reset("the operator wants it")
+
+    left = [each for each in cache.take_kv_events() if isinstance(each, BlocksRemoved)]
+    assert {(each.tier, key) for each in left for key in each.keys} == known

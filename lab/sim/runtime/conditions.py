@@ -87,7 +87,7 @@ def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
     Tiers do not go off by themselves here, and copies do not fail without a cause: the movers
     are the real ones.
     """
-    conditions = replace(draw_conditions(rng), stray=0.0, tier_trouble=0.0)
+    conditions = replace(draw_conditions(rng), stray=0.0, tier_trouble=0.0, weights=0.0)
     if conditions.store is not None:
         conditions = _with_a_busy_store(rng, conditions, conditions.store)
 

@@ -643,14 +643,23 @@ class Books:
             leave_hub(self, numbers, keys)
         evicted = departure.reason is MissReason.EVICTED
         refusable = evicted and any(fed.may_refuse for fed in self.fed_by(tier.index))
+        announced = self._announced(numbers, keys)
         self._remove_nodes(numbers, keys, departure, refusable=refusable)
-        self.kv_events.removed(tier.name, keys)
+        if announced:
+            self.kv_events.removed(tier.name, announced)
         self.history.add(departure.at, departure.reason.value, cause, keys, f"from {tier.name}")
         if tier.index == DEVICE:
             return
         self.losses += 1
         if not tier.settings.stored:
             self.effects.append(DropBlocks(tier=tier.index, keys=keys, slots=slots))
+
+    def _announced(self, numbers: list[int], keys: list[Key]) -> list[Key]:
+        """Those of some blocks that readers of KV events know; other weights' were cleared."""
+        if not self.nodes.is_mixed:
+            return keys
+        known = self.nodes.weights[numbers] == self.nodes.weights_now
+        return list(compress(keys, known.tolist()))
 
     def _remove_nodes(
         self,
