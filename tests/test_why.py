@@ -34,7 +34,8 @@ is idle (decision 16). A recording, if one is asked for, is written in the serve
 beside vLLM's scheduler; spans, if they are asked for, are sent from the server's process.
 The pool of processes of `penstock plan`, a command of its own, has a thread."""
 PROCESSES = re.compile(
-    r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
+    # A future that some thread of ours completes starts nothing.
+    r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b(?!\.futures import Future, wait$)"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",
     re.MULTILINE,
 )

@@ -25,6 +25,7 @@ import secrets
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -423,7 +424,8 @@ class _Caller:
 
     def __init__(self, idle: queue.LifoQueue[_Caller], memory: NDArray[np.uint8]) -> None:
         self.memory = memory
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self.calls = queue.SimpleQueue()
         self.idle = idle
         self._thread = threading.Thread(target=self._run, name="penstock-mooncake", daemon=True)
         self._thread.start()
@@ -440,12 +442,11 @@ class _Caller:
 
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:
+            done, work = call
             try:
-                call.result = call.work()
+                done.set_result(work())
             except Exception as problem:  # noqa: BLE001 - See `BROAD_EXCEPTS` of the tests.
-                call.problem = problem
-            if call.finish():
-                self.idle.put(self)
+                done.set_exception(problem)
 
 
 class _Turn:
@@ -470,38 +471,14 @@ class _Turn:
         Raises `BlobStoreError`: it is not done by the deadline, and goes on by itself; or it
         failed.
         """
-        call = _Call(work)
+        done: Future[Any] = Future()
         begun = time.monotonic()
-        self._caller.calls.put(call)
-        if not call.done.wait(max(0.0, deadline - begun)):
-            self._left = call.leave()
+        self._caller.calls.put((done, work))
+        self._left = not wait([done], max(0.0, deadline - begun)).done
         if self._left:
+            done.add_done_callback(lambda _: self._caller.idle.put(self._caller))
             waited = time.monotonic() - begun
             raise BlobStoreError(f"Mooncake Store did not answer in {waited:.3g} s")
-        if call.problem is not None:
-            raise BlobStoreError(str(call.problem) or type(call.problem).__name__)
-        return call.result
-
-
-class _Call:
-    """One piece of work, and what came of it."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.done = threading.Event()
-        self.result: Any = None
-        self.problem: Exception | None = None
-        self._lock = threading.Lock()
-        self._is_left = False
-
-    def finish(self) -> bool:
-        """It is done; whether nobody waits for it any more."""
-        with self._lock:
-            self.done.set()
-            return self._is_left
-
-    def leave(self) -> bool:
-        """Nobody waits for it any more, unless it is done."""
-        with self._lock:
-            self._is_left = not self.done.is_set()
-            return self._is_left
+        if (problem := done.exception()) is not None:
+            raise BlobStoreError(str(problem) or type(problem).__name__)
+        return done.result()

@@ -26,6 +26,7 @@ import logging
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.shared_stores import Node
@@ -77,7 +78,7 @@ class RedisConnections:
         self._settings = settings
         self._lock = threading.Lock()
         self._idle: dict[Node | None, list[RedisWire]] = {}
-        self._late: dict[Node | None, deque[_Opening]] = {}
+        self._late: dict[Node | None, deque[Future[RedisWire]]] = {}
         self._closed = False
 
     def take(self, node: Node | None, deadline: float) -> RedisWire:
@@ -114,21 +115,42 @@ class RedisConnections:
         with self._lock:
             self._closed = True
             late = [opening for openings in self._late.values() for opening in openings]
-        for opening in late:
-            opening.abandon()
+        for opening in late:  # Nobody will use it; it is closed, now or when it is there.
+            opening.add_done_callback(_close_opened)
         self.drop()
 
     def _open(self, node: Node | None, deadline: float) -> RedisWire:
-        opening = self._late_one(node) or _Opening(self, node)
-        if not opening.done.wait(max(0.0, deadline - time.monotonic())):
+        opening = self._late_one(node) or self._begin(node)
+        if not wait([opening], max(0.0, deadline - time.monotonic())).done:
             with self._lock:
                 self._late.setdefault(node, deque()).append(opening)
             raise BlobStoreError(f"{self._called(node)} could not be reached in time")
-        if opening.wire is None:
-            raise BlobStoreError(f"{self._called(node)} cannot be reached: {opening.problem}")
-        return opening.wire
+        if (problem := opening.exception()) is not None:
+            raise BlobStoreError(f"{self._called(node)} cannot be reached: {problem}")
+        return opening.result()
 
-    def _late_one(self, node: Node | None) -> _Opening | None:
+    def _begin(self, node: Node | None) -> Future[RedisWire]:
+        """A connection that a thread opens."""
+        opening: Future[RedisWire] = Future()
+        thread = threading.Thread(
+            target=self._run, args=(node, opening), name="penstock-redis-open", daemon=True
+        )
+        thread.start()
+        return opening
+
+    def _run(self, node: Node | None, opening: Future[RedisWire]) -> None:
+        from redis.exceptions import RedisError  # noqa: PLC0415
+
+        try:
+            opening.set_result(self.dial(node))
+        except (RedisError, OSError, ConfigError, ValueError) as problem:
+            why = " ".join(str(problem).split()) or type(problem).__name__
+            opening.set_exception(BlobStoreError(why))
+        finally:
+            if not opening.done():  # An error of ours, which the thread reports: nobody waits on.
+                opening.set_exception(BlobStoreError(""))
+
+    def _late_one(self, node: Node | None) -> Future[RedisWire] | None:
         """A connection that an earlier caller did not wait for, unless it came to nothing.
 
         So threads do not pile up behind a server that does not answer.
@@ -139,10 +161,12 @@ class RedisConnections:
                 if not late:
                     return None
                 opening = late.popleft()
-            if not opening.done.is_set() or (opening.wire is not None and opening.wire.is_idle()):
+            if not opening.done():
                 return opening
-            if opening.wire is not None:
-                opening.wire.close()
+            if opening.exception() is None:
+                if opening.result().is_idle():
+                    return opening
+                opening.result().close()
 
     def _called(self, node: Node | None) -> str:
         nodes = [node] if node is not None else self._settings.nodes
@@ -207,36 +231,9 @@ class RedisConnections:
         return Node(str(host), int(port))
 
 
-class _Opening:
-    """A connection that a thread opens."""
-
-    def __init__(self, connections: RedisConnections, node: Node | None) -> None:
-        self.done = threading.Event()
-        self.wire: RedisWire | None = None
-        self.problem = ""
-        self._connections = connections
-        self._node = node
-        self._abandoned = False
-        thread = threading.Thread(target=self._run, name="penstock-redis-open", daemon=True)
-        thread.start()
-
-    def abandon(self) -> None:
-        """Nobody will use it; it is closed, now or when it is there."""
-        self._abandoned = True
-        if self.done.is_set() and self.wire is not None:
-            self.wire.close()
-
-    def _run(self) -> None:
-        from redis.exceptions import RedisError  # noqa: PLC0415
-
-        try:
-            self.wire = self._connections.dial(self._node)
-        except (RedisError, OSError, ConfigError, ValueError) as problem:
-            self.problem = " ".join(str(problem).split()) or type(problem).__name__
-        finally:
-            self.done.set()
-        if self._abandoned and self.wire is not None:
-            self.wire.close()
+def _close_opened(opening: Future[RedisWire]) -> None:
+    if opening.exception() is None:
+        opening.result().close()
 
 
 if TYPE_CHECKING:
