@@ -46,6 +46,8 @@ class Device:
         """Since the last step."""
         self._due: list[tuple[int, Moved]] = []
 
+    without = ""
+
     @property
     def busy(self) -> bool:
         return self._mover.busy or bool(self._due)

@@ -55,6 +55,11 @@ if TYPE_CHECKING:
 class KnowsSteps(Protocol):
     """A mover whose copies are in order with the engine's steps, on the device."""
 
+    @property
+    def without(self) -> str:
+        """Why copies are submitted from Python; empty where that is done by compiled calls."""
+        ...
+
     def step_submitted(self, stream: int, slots: ArrayLike | None = None) -> None:
         """The engine has submitted a step; the movers of one device share what they know."""
         ...
@@ -81,16 +86,6 @@ class FillsLayers(Protocol):
         ...
 
 
-@runtime_checkable
-class CallsDevice(Protocol):
-    """A mover that submits work to a device, by compiled calls where there are any."""
-
-    @property
-    def without(self) -> str:
-        """Why the calls are made from Python; empty where they are compiled."""
-        ...
-
-
 class EngineSteps:
     """The engine's steps, as the movers of its device have to know them."""
 
@@ -99,7 +94,6 @@ class EngineSteps:
         # Asked once: whether something is of such a kind takes longer to find out than to use.
         self._knowing = [mover for mover in near if isinstance(mover, KnowsSteps)]
         self._unaware = [mover for mover in near if not isinstance(mover, KnowsSteps)]
-        self._calling = [mover for mover in near if isinstance(mover, CallsDevice)]
         filling = (mover for mover in near if isinstance(mover, FillsLayers))
         self._filling: FillsLayers | None = next(filling, None)
 
@@ -119,7 +113,7 @@ class EngineSteps:
     @property
     def without(self) -> str:
         """Why the device's copies are submitted from Python, which takes longer; else empty."""
-        return next((mover.without for mover in self._calling if mover.without), "")
+        return next((mover.without for mover in self._knowing if mover.without), "")
 
     @property
     def fills_layers(self) -> bool:
@@ -172,7 +166,7 @@ class EngineSteps:
 
     def close(self) -> None:
         """Lets go of the movers, which have come to their end: nothing is under way."""
-        self._knowing, self._unaware, self._calling = [], [], []
+        self._knowing, self._unaware = [], []
         self._filling = None
 
 
