@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from lab.fixtures.extents import cell_positions
 from lab.fixtures.reshard_oracle import KINDS, Model, Side
+from lab.fixtures.route_copying import source_cuts, target_cuts
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import HeadRange, Layout, narrow
 from penstock.vocabulary.planes import DType
-from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
+from penstock.vocabulary.reshard import ReshardPlan, Route, plan_reshard
 
 
 @given(
@@ -38,17 +39,20 @@ def test_every_cell_of_every_target_comes_from_one_source_that_has_it(
     for target, form in enumerate(targets):
         arriving: Counter[int] = Counter()
         for route in (each for each in plan.routes if each.target == target):
-            arriving.update(cell_positions(form.layout, route.target_cuts))
-            there = narrow(sources[route.source].layout, route.source_cuts)
-            here = narrow(form.layout, route.target_cuts)
+            arriving.update(cell_positions(form.layout, target_cuts(route)))
+            there = narrow(sources[route.source].layout, source_cuts(route))
+            here = narrow(form.layout, target_cuts(route))
             assert [(cell.layer, cell.head, cell.length) for cell in there.cells] == [
                 (cell.layer, cell.head, cell.length) for cell in here.cells
             ]
         assert arriving == Counter(range(len(form.layout.cells)))
-    assert sum(route.block_bytes for route in plan.routes) == sum(
-        form.layout.block_bytes for form in targets
-    )
+    assert sum(map(bytes_of, plan.routes)) == sum(form.layout.block_bytes for form in targets)
     assert plan == plan_reshard(sources, targets)
+
+
+def bytes_of(route: Route) -> int:
+    """Bytes for one block of the target."""
+    return sum(piece.block_bytes for piece in route.pieces)
 
 
 def plan_of(model: Model, source: Side, target: Side) -> ReshardPlan:
@@ -120,7 +124,7 @@ def test_sources_that_hold_the_same_share_the_work(
     loads = Counter(route.source for route in plan.routes)
     sent_bytes = Counter[int]()
     for route in plan.routes:
-        sent_bytes[route.source] += route.block_bytes
+        sent_bytes[route.source] += bytes_of(route)
 
     assert loads.total() == target
     assert max(loads.values()) == max(1, target // source)

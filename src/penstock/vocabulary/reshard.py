@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import counted
-from penstock.vocabulary.layout import Cut, HeadRange
+from penstock.vocabulary.layout import HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,16 +143,6 @@ class Piece:
     block_bytes: int
     """Bytes of one block of the target."""
 
-    @property
-    def source_cut(self) -> Cut:
-        """The piece in the layout of the source."""
-        return Cut(group=self.source_group, layers=self.layers, heads=self.heads)
-
-    @property
-    def target_cut(self) -> Cut:
-        """The piece in the layout of the target."""
-        return Cut(group=self.target_group, layers=self.layers, heads=self.heads)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
@@ -161,21 +151,6 @@ class Route:
     source: int
     target: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def source_cuts(self) -> tuple[Cut, ...]:
-        """What to read, in the layout of the source; see `narrow`."""
-        return tuple(piece.source_cut for piece in self.pieces)
-
-    @property
-    def target_cuts(self) -> tuple[Cut, ...]:
-        """What to write, in the layout of the target; the cells are those of `source_cuts`."""
-        return tuple(piece.target_cut for piece in self.pieces)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes for one block of the target."""
-        return sum(piece.block_bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
