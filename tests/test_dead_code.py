@@ -42,7 +42,6 @@ CALLED_FROM_ELSEWHERE = {
     "server/http.py:capture_signals": _UVICORN,
     "server/http.py:main_loop": _UVICORN,
     "server/http.py:send_400_response": _UVICORN,
-    "store/disk/format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
     "vocabulary/keys.py:from_anchor": _AUTHORS,
 }
 

@@ -7,11 +7,12 @@ from hashlib import shake_128
 from typing import TYPE_CHECKING
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from penstock.store.base import NO_KEY, Space, part_name
 from penstock.store.disk import format as disk_format
 from penstock.store.disk.format import ASSOCIATED_BYTES
-from penstock.vocabulary.checksums import CellSpan
+from penstock.vocabulary.checksums import SUM_BYTES, CellSpan
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import HeadRange, Layout
@@ -50,6 +51,15 @@ def key_of(number: int) -> bytes:
 def key_field(key: bytes) -> np.void:
     """As it stands in rows and trailers."""
     return np.void(key.ljust(disk_format.ROW["key"].itemsize, b"\0"))
+
+
+def seal_trailer(head: NDArray[np.void], sums: NDArray[np.uint64]) -> bytes:
+    """A trailer (one record of `TRAILER_HEAD`) with the cell sums after it, not padded."""
+    raw = bytearray(head.tobytes())
+    table = sums.astype("<u8", copy=False).tobytes()
+    total = xxh3_64_intdigest(bytes(raw[:-SUM_BYTES]) + table)
+    raw[-SUM_BYTES:] = total.to_bytes(SUM_BYTES, "little")
+    return bytes(raw) + table
 
 
 def block_of(number: int) -> bytes:
@@ -125,7 +135,7 @@ class Segment:
         _, nonce, tag = self._sealed(slot)
         head["nonce"] = np.void(nonce)
         head["tag"] = np.void(tag)
-        return disk_format.seal_trailer(head, sums_of(block_of(number), key_of(number), self.salt))
+        return seal_trailer(head, sums_of(block_of(number), key_of(number), self.salt))
 
     def _trailer_head(self, slot: int) -> NDArray[np.void]:
         number = self.numbers[slot]

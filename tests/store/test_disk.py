@@ -26,7 +26,6 @@ from penstock.store.disk.format import (
     read_head,
     read_trailer,
     seal_head,
-    seal_trailer,
     sound_rows,
 )
 from penstock.store.disk.index import digests_of
@@ -40,6 +39,7 @@ from penstock.testing.store_tier_suite import (
     wait_until_recovered,
 )
 from tests.descriptors import open_descriptors
+from tests.store.segments import seal_trailer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,14 +15,24 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from penstock.store.disk import format as disk_format
+from penstock.store.disk import io as disk_io
 from penstock.store.disk.format import (
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
     Geometry,
-    seal_trailer,
 )
 from penstock.store.disk.io import trailer_sums
-from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, SPAN, Segment, block_of, key_of
+from tests.store.segments import (
+    BLOCK_BYTES,
+    FORM,
+    LIFE,
+    SPACE,
+    SPAN,
+    Segment,
+    block_of,
+    key_of,
+    seal_trailer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -296,7 +306,9 @@ def test_a_form_that_was_never_written_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell_count", [1, 4, 700])
-def test_compiled_sums_of_trailers_are_those_of_the_format(cell_count: int) -> None:
+def test_compiled_sums_of_trailers_are_those_of_the_format(
+    monkeypatch: pytest.MonkeyPatch, cell_count: int
+) -> None:
     rng = np.random.default_rng(cell_count)
     geometry = Geometry(segment_bytes=1 << 30, block_bytes=4096, cell_count=cell_count)
     trailers = rng.integers(0, 256, (5, geometry.trailer_bytes), dtype=np.uint8)
@@ -304,7 +316,8 @@ def test_compiled_sums_of_trailers_are_those_of_the_format(cell_count: int) -> N
     tables = trailers[:, TRAILER_HEAD_BYTES:][:, : 8 * cell_count].copy().view("<u8")
 
     compiled = trailer_sums(trailers, cell_count)
-    plain = trailer_sums(trailers, cell_count, library=lambda: None)
+    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
+    plain = trailer_sums(trailers, cell_count)
 
     sealed = [seal_trailer(head, table) for head, table in zip(heads, tables, strict=True)]
     expected = [np.frombuffer(raw, TRAILER_HEAD, count=1)["sum"][0] for raw in sealed]

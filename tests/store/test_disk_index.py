@@ -7,8 +7,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from penstock.movers.packing import load_parts_library
 from penstock.store.base import Space
+from penstock.store.disk import index as disk_index
 from penstock.store.disk.format import ROW, Geometry, seal_rows
 from penstock.store.disk.index import (
     BlockIndex,
@@ -22,6 +22,11 @@ GEOMETRY = Geometry(segment_bytes=64 << 20, block_bytes=8192, cell_count=4)
 PART = bytes(range(16))
 SPACES = [Space(b"one space of all", 3), Space(b"another one here", 1 << 60)]
 LIFE = 0xFEED_0000_1234_5679
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier of a machine where nothing can be compiled."""
+    monkeypatch.setattr(disk_index, "load_parts_library", lambda: None)
 
 
 def segment(number: int, age: int = 1) -> DiskSegment:
@@ -48,12 +53,14 @@ def table(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_rows_have_the_digests_that_blocks_are_looked_up_by(*, compiled: bool) -> None:
+def test_rows_have_the_digests_that_blocks_are_looked_up_by(
+    monkeypatch: pytest.MonkeyPatch, *, compiled: bool
+) -> None:
     rows = table(40)
+    if not compiled:
+        without_compiler(monkeypatch)
 
-    sound, digests = check_rows(
-        rows, LIFE, PART, library=load_parts_library if compiled else lambda: None
-    )
+    sound, digests = check_rows(rows, LIFE, PART)
 
     keys = [row["key"].tobytes()[:16] for row in rows]
     expected = [digests_of(SPACES[n % 2], PART, [key])[0] for n, key in enumerate(keys)]
@@ -61,7 +68,9 @@ def test_rows_have_the_digests_that_blocks_are_looked_up_by(*, compiled: bool) -
     assert digests.tolist() == expected
 
 
-def test_compiled_and_plain_checks_agree_on_every_damaged_row() -> None:
+def test_compiled_and_plain_checks_agree_on_every_damaged_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = table(32)
     generator = np.random.default_rng(5)
 
@@ -71,7 +80,9 @@ def test_compiled_and_plain_checks_agree_on_every_damaged_row() -> None:
         slot = int(generator.integers(32))
         raw[slot, int(generator.integers(ROW.itemsize))] ^= 1 << int(generator.integers(8))
         fast = check_rows(damaged, LIFE, PART)
-        slow = check_rows(damaged, LIFE, PART, library=lambda: None)
+        with monkeypatch.context() as plain:
+            without_compiler(plain)
+            slow = check_rows(damaged, LIFE, PART)
 
         assert fast[0].tolist() == slow[0].tolist() == [n != slot for n in range(32)]
         assert fast[1].tolist() == slow[1].tolist()
@@ -88,9 +99,13 @@ def test_rows_of_another_life_or_slot_are_not_sound() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_index_is_a_dictionary_of_places(*, compiled: bool) -> None:
+def test_the_index_is_a_dictionary_of_places(
+    monkeypatch: pytest.MonkeyPatch, *, compiled: bool
+) -> None:
     random = np.random.default_rng(11)
-    index = BlockIndex(library=load_parts_library if compiled else lambda: None)
+    if not compiled:
+        without_compiler(monkeypatch)
+    index = BlockIndex()
     segments = {number: segment(number) for number in range(8)}
     expected: dict[int, tuple[int, int]] = {}
     # Few low bits, so that many collide.

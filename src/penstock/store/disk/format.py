@@ -253,15 +253,6 @@ def _row_sums(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     return mix64_sums(raw[..., :-SUM_BYTES], seeds)[:, 0]
 
 
-def seal_trailer(head: NDArray[np.void], sums: NDArray[np.uint64]) -> bytes:
-    """A trailer (one record of `TRAILER_HEAD`) with the cell sums after it, not padded."""
-    raw = bytearray(head.tobytes())
-    table = sums.astype("<u8", copy=False).tobytes()
-    total = xxh3_64_intdigest(bytes(raw[:-SUM_BYTES]) + table)
-    raw[-SUM_BYTES:] = total.to_bytes(SUM_BYTES, "little")
-    return bytes(raw) + table
-
-
 def read_trailer(raw: bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]] | None:
     """The head and the cell sums of a trailer, if it is whole; `None` if not."""
     if len(raw) < TRAILER_HEAD_BYTES:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from penstock.movers.packing import PartsLibrary, load_parts_library
+from penstock.movers.packing import load_parts_library
 from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     FILE_MODE,
@@ -33,7 +33,7 @@ from penstock.store.disk.io import read_all
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -142,8 +142,8 @@ class BlockIndex:
     entry, of which a quarter to two thirds are in use), 8 in the segments' `digests`.
     """
 
-    def __init__(self, *, library: Callable[[], PartsLibrary | None] = load_parts_library) -> None:
-        self._library = library()
+    def __init__(self) -> None:
+        self._library = load_parts_library()
         self._count = 0
         self._used = 0
         """Entries that were taken since the table was made, those of forgotten blocks included."""
@@ -322,15 +322,11 @@ def parents_of(rows: NDArray[np.void]) -> list[Key | None]:
 
 
 def check_rows(
-    rows: NDArray[np.void],
-    life: int,
-    part: bytes,
-    *,
-    library: Callable[[], PartsLibrary | None] = load_parts_library,
+    rows: NDArray[np.void], life: int, part: bytes
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
     """Which rows of a table are sound (`sound_rows`), and the digests of those; 0 for others."""
     digests = np.zeros(len(rows), dtype=np.uint64)
-    loaded = library()
+    loaded = load_parts_library()
     if loaded is not None:
         flags = np.zeros(len(rows), dtype=np.uint8)
         loaded.check_rows(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.movers.packing import PackedSums, PartsLibrary
+    from penstock.movers.packing import PackedSums
     from penstock.store.base import MappedArena, Space
     from penstock.store.disk.format import DiskCipher, Geometry
     from penstock.store.disk.index import DiskSegment
@@ -322,14 +322,9 @@ def _fill_trailers(
     return totals
 
 
-def trailer_sums(
-    trailers: NDArray[np.uint8],
-    cell_count: int,
-    *,
-    library: Callable[[], PartsLibrary | None] = load_parts_library,
-) -> NDArray[np.uint64]:
+def trailer_sums(trailers: NDArray[np.uint8], cell_count: int) -> NDArray[np.uint64]:
     """What the sum of each trailer must be; of shape [trailers, bytes], padded or not."""
-    loaded = library()
+    loaded = load_parts_library()
     if loaded is None or trailers.strides[1] != 1:
         end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
         head_bytes = TRAILER_HEAD_BYTES - SUM_BYTES
