@@ -99,7 +99,6 @@ class Driver:
             None if acknowledgements is None else MissingReports(acknowledgements.received)
         )
         """What ranks are asked when a report of theirs did not come; `None` if none can be lost."""
-        """Where what the eviction policies learn is kept for the next process, if anywhere."""
         self.unusable: dict[int, str] = {}
         """Tiers that somebody cannot use, and why; those that sleep are not among them."""
         self._sleeping: dict[int, str] = {}

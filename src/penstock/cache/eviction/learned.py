@@ -99,10 +99,6 @@ class _Shared:
         self.usually_hit = UsualLength()
         self.usually_released = UsualLength()
 
-    @property
-    def usual(self) -> tuple[UsualLength, ...]:
-        return (self.usually_added, self.usually_hit, self.usually_released)
-
     def resize(self, node_capacity: int) -> None:
         if len(self.cohort) < node_capacity:
             self.cohort = grown(self.cohort, node_capacity, fill=NO_COHORT)

@@ -323,11 +323,6 @@ class ArenaOffer:
         self._closed = False
 
     @property
-    def why(self) -> str:
-        """Why it is not mapped; empty if it is, or will be in a moment."""
-        return self._session.why
-
-    @property
     def descriptor(self) -> int:
         return self._session.descriptor
 
