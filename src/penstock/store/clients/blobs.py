@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import re
 import reprlib
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import UnavailableError
 from penstock.vocabulary.arguments import as_int, as_seconds
@@ -101,78 +102,61 @@ class BlobWrite(NamedTuple):
     """Contiguous, of bytes; the value is all of them, one after the other."""
 
 
-class BlobStore(Protocol):
+class BlobStore(ABC):
     """A client of one store."""
 
-    @property
-    def threads(self) -> int:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         """How many threads should call at once."""
-        ...
 
-    def register(self, memory: memoryview) -> None:
-        """Memory that buffers and targets will lie in, for clients that register memory."""
-        ...
+    def register(self, memory: memoryview) -> None:  # noqa: B027 - most need not know it
+        """Memory that buffers and targets will lie in; most clients can use any."""
 
-    def unregister(self, memory: memoryview) -> None:
+    def unregister(self, memory: memoryview) -> None:  # noqa: B027
         """The memory will not be used any more; no call uses it."""
-        ...
 
+    @abstractmethod
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         """Which values are there, in one round trip if the store allows it."""
-        ...
 
+    @abstractmethod
     def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
         """Reads values, or ranges of them, straight into memory where the store allows it."""
-        ...
 
+    @abstractmethod
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
         """Writes values: why one could not be written, or an empty text. Empty values may be such.
 
         The values of one call are neighbours of one chain: they are read together.
         """
-        ...
 
+    @abstractmethod
     def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
         """Removes values that are there and should not be."""
-        ...
 
+    @abstractmethod
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         """A small record (up to 64 KiB), or `None`. It is what was created or replaced last.
 
         Records do not age: `ttl_s` of a client is for values. What is there and can be no record is
         an empty one: it is replaced, and is no error of the store.
         """
-        ...
 
+    @abstractmethod
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
         """Writes a small record if there is none; whether it did. Two who try: one does."""
-        ...
 
+    @abstractmethod
     def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
         """Writes a small record, whatever was there.
 
         Raises:
             NotKeptError: it is written; the store has replicas, and none has it in time.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Gives everything back; no call is under way."""
-        ...
-
-
-class BlobClient:
-    """What clients have in common that need not know which memory they will be given."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        """How many threads should call at once."""
-
-    def register(self, memory: memoryview) -> None:
-        """Nothing: any memory will do."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Nothing."""
 
 
 def check_names(names: Sequence[object], *, timeout_s: float) -> float:

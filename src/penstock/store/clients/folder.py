@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from penstock.errors import UnavailableError
 from penstock.store.clients.blobs import (
     RECORD_BYTES_MAX,
-    BlobClient,
     BlobOutcome,
     BlobRange,
+    BlobStore,
     BlobStoreError,
     check_names,
     check_reads,
@@ -54,7 +54,7 @@ BUFFERS_MAX = 512
 """Of one system call; Linux takes 1,024."""
 
 
-class FolderBlobs(BlobClient):
+class FolderBlobs(BlobStore):
     """A `BlobStore` of files."""
 
     def __init__(self, folder: Path, *, threads: int = 8) -> None:

@@ -33,10 +33,10 @@ import numpy as np
 from penstock.config.shared_stores import MASTER
 from penstock.errors import UnavailableError, install_hint
 from penstock.store.clients.blobs import (
-    BlobClient,
     BlobOutcome,
     BlobRange,
     BlobRead,
+    BlobStore,
     BlobStoreError,
     check_names,
     check_reads,
@@ -90,7 +90,7 @@ class _Piece(NamedTuple):
     target: memoryview
 
 
-class MooncakeBlobs(BlobClient):
+class MooncakeBlobs(BlobStore):
     """A client of Mooncake Store. It connects when it is needed.
 
     Raises:

@@ -35,8 +35,8 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.store.clients.blobs import (
-    BlobClient,
     BlobOutcome,
+    BlobStore,
     BlobStoreError,
     check_names,
     check_reads,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from penstock.config.shared_stores import ObjectSettings
-    from penstock.store.clients.blobs import BlobRead, BlobStore, BlobWrite
+    from penstock.store.clients.blobs import BlobRead, BlobWrite
 
 
 OBJECT_BYTES_MIN = 16 << 20
@@ -272,7 +272,7 @@ def _credentials(settings: ObjectSettings) -> dict[str, Any]:
     return config
 
 
-class ObjectBlobs(BlobClient):
+class ObjectBlobs(BlobStore):
     """A `BlobStore` over an object store: several threads call, one thread speaks."""
 
     def __init__(

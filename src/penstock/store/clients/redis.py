@@ -33,8 +33,8 @@ from penstock.config.shared_stores import Node
 from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.store.clients.blobs import (
     RECORD_BYTES_MAX,
-    BlobClient,
     BlobOutcome,
+    BlobStore,
     BlobStoreError,
     NotKeptError,
     check_names,
@@ -253,7 +253,7 @@ OF_THE_VALUE = frozenset({"WRONGTYPE"})
 """Errors of one name: somebody has put something there that is no value."""
 
 
-class RedisBlobs(BlobClient):
+class RedisBlobs(BlobStore):
     """A client of Redis. Its connections are opened when they are needed."""
 
     def __init__(self, settings: RedisSettings) -> None:
