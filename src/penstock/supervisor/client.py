@@ -59,6 +59,7 @@ from penstock.supervisor.messages import (
 )
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 from penstock.transport.unix_sockets import Packet, channel_pair, send_packet
+from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
     import socket
@@ -444,11 +445,7 @@ class SupervisorLink:
             self._channel.close()
 
     def _ended_by(self, deadline: float) -> bool:
-        if self._process.poll() is not None:
-            return True
-        ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
-        return bool(ended.poll(_left_ms(deadline)))
+        return self._process.poll() is not None or wait_readable(self._pidfd, deadline)
 
 
 def _launch() -> tuple[SupervisorLink, int]:

@@ -47,6 +47,7 @@ from penstock.supervisor.descriptors import close_all
 from penstock.supervisor.messages import ProcessSpec
 from penstock.transport.base import ChannelFailed, Empty
 from penstock.transport.unix_sockets import Packet, receive_packet, send_packet
+from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,7 +155,7 @@ class StoreSession:
             self._connect(now, news)
         if self._connection is not None:
             self._exchange(self._connection, now, news)
-        elif self._last is not None and _is_dead(self._last.pidfd):
+        elif self._last is not None and wait_readable(self._last.pidfd, deadline=0.0):
             self._lose_last(news)
         return news
 
@@ -182,7 +183,7 @@ class StoreSession:
                 news.append(NobodyListens())
             return
         last = self._last
-        if last is not None and (last.pid != found.pid or _is_dead(last.pidfd)):
+        if last is not None and (last.pid != found.pid or wait_readable(last.pidfd, deadline=0.0)):
             # The last process must be dead first: it may still use the arenas.
             self.why = f"the process {last.pid} that served {self.path} has not ended yet"
             _close(found)
@@ -231,7 +232,7 @@ class StoreSession:
             if batch and isinstance(batch[-1], SessionRefused):
                 self._lose(batch[-1].why, now, news)
                 return
-        if _is_dead(connection.pidfd):
+        if wait_readable(connection.pidfd, deadline=0.0):
             self._lose("", now, news)
         else:
             self._send_frames(connection)
@@ -258,7 +259,7 @@ class StoreSession:
         connection.channel.close()
         self._last = connection
         self.alarm = now + self._pause_s
-        if _is_dead(connection.pidfd):
+        if wait_readable(connection.pidfd, deadline=0.0):
             self._lose_last(news)
         else:
             self.why = f"the store process {connection.pid}: {why}"
@@ -282,12 +283,6 @@ class StoreSession:
             os.close(self._last.pidfd)
         self._connection = self._last = None
         self.alarm = None
-
-
-def _is_dead(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _close(connection: StoreConnection) -> None:
