@@ -27,7 +27,7 @@ import logging
 import math
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
@@ -49,45 +49,38 @@ PLAN_BYTES = 4 << 20
 without bound, but a single copy may be larger than this."""
 
 
-class RankLinks(Protocol):
+class RankLinks:
     """The ranks of one engine."""
 
-    @property
-    def acknowledgements(self) -> Acknowledgements | None:
-        """Which reports have come; `None` where none can be lost."""
-        ...
+    self_driven = False
+    """Whether copies end by calling `collect`, without the engine's messages."""
+    acknowledgements: Acknowledgements | None = None
+    """Which reports have come; `None` where none can be lost."""
 
     def order(self, effect: Copy | Abandon) -> None:
         """Has every rank start or abandon a copy; returns at once."""
-        ...
+        raise NotImplementedError
 
     def ask(self, operation: OperationId) -> None:
-        """Has every rank say whether it still has an operation in hand."""
-        ...
+        """Has every rank say whether it still has an operation in hand, where one may not."""
 
-    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
         """What ranks have reported since the last call; local copies advance meanwhile."""
-        ...
+        return iter(())
 
     def take_plan(self) -> bytes | None:
         """The next plan that the engine's messages have to carry, if there is one."""
-        ...
+        return None
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Waits until there is something to do, or until `deadline`: then False.
 
         Raises `UnavailableError`: the device in this process does not end its copies.
         """
-        ...
+        return bool(wait_any((), descriptors, deadline=deadline).descriptors)
 
     def drop(self, rank: int) -> None:
-        """Ends the link to a rank that is lost."""
-        ...
-
-    @property
-    def self_driven(self) -> bool:
-        """Whether copies end by calling `collect`, without the engine's messages."""
-        ...
+        """Ends the link to a rank that is lost; its reports are ignored once it is back."""
 
     def release(self) -> None:
         """Gives back memory and channels.
@@ -95,14 +88,12 @@ class RankLinks(Protocol):
         Raises `UnavailableError`: the device in this process does not end its copies, which may
         still touch the memory: nothing is given back.
         """
-        ...
 
 
-class LocalLink:
-    """The one rank of an engine that runs in the owner's process."""
+class LocalLink(RankLinks):
+    """The one rank of an engine that runs in the owner's process: no report can be lost."""
 
     self_driven = True
-    acknowledgements = None
 
     def __init__(self, executor: CopyExecutor) -> None:
         self.executor = executor
@@ -113,9 +104,6 @@ class LocalLink:
             self.executor.submit(effect)
         else:
             self.executor.abandon(effect.operation)
-
-    def ask(self, operation: OperationId) -> None:
-        """Nothing: no report can be lost."""
 
     def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
         """Lets the movers work, and reports what has ended."""
@@ -128,30 +116,22 @@ class LocalLink:
                 operation=ended.operation, rank=0, faults=ended.faults, failure=ended.failure
             )
 
-    def take_plan(self) -> bytes | None:
-        return None
-
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Returns at once where the CPU has copies to make; else waits for device or descriptors.
 
         Raises `UnavailableError`: the device does not end its copies.
         """
-        if self.executor.wait(deadline):
-            return True
-        return bool(wait_any((), descriptors, deadline=deadline).descriptors)
-
-    def drop(self, rank: int) -> None:
-        """Nothing: this process is the rank."""
+        return self.executor.wait(deadline) or super().wait(deadline, descriptors=descriptors)
 
     def release(self) -> None:
         """Fences the movers and gives the tiers back."""
         self.executor.close()
 
 
-class MessageLinks:
+class MessageLinks(RankLinks):
     """Ranks that the engine's own messages reach: orders, as plans of bounded size."""
 
-    self_driven = False
+    acknowledgements: Acknowledgements
 
     def __init__(self, ranks: Sequence[RankFacts], incarnation: int) -> None:
         self.acknowledgements = Acknowledgements(ranks, incarnation)
@@ -204,9 +184,6 @@ class MessageLinks:
             del self._asked[operation]
         return taken
 
-    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
-        return iter(())
-
     @property
     def has_plan(self) -> bool:
         """Whether a plan waits to be taken."""
@@ -214,13 +191,7 @@ class MessageLinks:
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
         """Returns at once while a plan waits to be taken."""
-        return self.has_plan or bool(wait_any((), descriptors, deadline=deadline).descriptors)
-
-    def drop(self, rank: int) -> None:
-        """Nothing: reports of the lost life are ignored once the rank is back."""
-
-    def release(self) -> None:
-        """Nothing is held."""
+        return self.has_plan or super().wait(deadline, descriptors=descriptors)
 
 
 logger = logging.getLogger(__name__)
