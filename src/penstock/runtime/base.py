@@ -137,7 +137,7 @@ class BaseCache:
     def audit(self) -> None:
         """Checks every invariant of the whole state; raises `InvariantViolation`."""
         self._access.require()
-        self._driver.audit()
+        self._driver.machine.audit()
 
     def health(self) -> Health:
         """Whether every rank and tier is there; why not.

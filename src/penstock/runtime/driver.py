@@ -445,10 +445,6 @@ class Driver:
         for tier in stored.unconfirmed_resets:
             logger.warning("reset is lost: tier=%s cause=its store is away", self._name(tier))
 
-    def audit(self) -> None:
-        """Checks every invariant of the whole state."""
-        self.machine.audit()
-
     def next_due(self) -> float:
         """When time alone gives us something to do."""
         due = self.machine.next_deadline()

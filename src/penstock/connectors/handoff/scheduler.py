@@ -260,16 +260,28 @@ class SchedulerHandoffs:
 
     # ---------------------------------------------------------------- as the decode side
 
-    def meet(self, address: str) -> None:
-        """Introduces this engine to a prefill engine, if that has not been done."""
-        self._peer_at(address)
+    def meet(self, address: str) -> _Peer | None:
+        """The prefill engine at an address; this one introduces itself if it has not done that."""
+        for peer in self._peers:
+            if peer.prefills and peer.address == address and not peer.lost:
+                return peer
+        patience = ChannelSettings(open_s=self._settings.times.suspect_s)
+        try:
+            require_listener(address)
+            channel = dial(address, name=self._card.name, settings=patience)
+        except (UnavailableError, ValueError) as error:
+            log.warning("cannot dial a prefill engine: address=%s cause=%s", address, error)
+            return None
+        peer = _Peer(channel, prefills=True, address=address, deadline=_soon(self._open_s))
+        self._peers.append(peer)
+        return peer
 
     def claim(self, claim: PromptClaim) -> None:
         """Claims a prompt; it ends with one `ClaimEnded`."""
         if claim.handoff in self._claims:
             self.events.append(ClaimEnded(claim.handoff, why="its name is in use"))
             return
-        peer = self._peer_at(claim.address)
+        peer = self.meet(claim.address)
         if peer is None:
             self.events.append(ClaimEnded(claim.handoff, why=f"cannot dial {claim.address!r}"))
             return
@@ -359,22 +371,6 @@ class SchedulerHandoffs:
     @property
     def _doors(self) -> list[PrefillHandoff | DecodeHandoff]:
         return [peer.door for peer in self._peers if peer.door is not None]
-
-    def _peer_at(self, address: str) -> _Peer | None:
-        """The prefill engine at an address; it is called if it was not."""
-        for peer in self._peers:
-            if peer.prefills and peer.address == address and not peer.lost:
-                return peer
-        patience = ChannelSettings(open_s=self._settings.times.suspect_s)
-        try:
-            require_listener(address)
-            channel = dial(address, name=self._card.name, settings=patience)
-        except (UnavailableError, ValueError) as error:
-            log.warning("cannot dial a prefill engine: address=%s cause=%s", address, error)
-            return None
-        peer = _Peer(channel, prefills=True, address=address, deadline=_soon(self._open_s))
-        self._peers.append(peer)
-        return peer
 
     def _hear(self, peer: _Peer) -> None:
         if peer.prefills and not peer.introduced and peer.channel.is_open:

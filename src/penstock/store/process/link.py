@@ -380,19 +380,16 @@ class StoreLink:
     def _put(self, request: AnyStoreRequest, size: int) -> None:
         """Adds a request to the batch; one that is full is sent at once."""
         if self._queue_bytes + size > BATCH_BYTES:
-            self._send_batch()
+            self.dispatch()
         self._queue.append(request)
         self._queue_bytes += size
 
-    def _send_batch(self) -> None:
+    def dispatch(self) -> None:
+        """Sends what was asked for since the last call; never waits."""
         if self._queue:
             self._session.send(requests.encode(self._queue))
             self._queue = []
             self._queue_bytes = 0
-
-    def dispatch(self) -> None:
-        """Sends what was asked for since the last call; never waits."""
-        self._send_batch()
 
     # What the store answers.
 
@@ -474,7 +471,7 @@ class StoreLink:
         self._queue = [hello, *voids]
         self._queue_bytes = 0
         self._old_tickets_below = self._ticket + 1
-        self._send_batch()
+        self.dispatch()
 
     def _end(self, lost: Disconnected, *, starts: bool = False) -> None:
         self._welcome = False
@@ -527,7 +524,7 @@ class StoreLink:
             if self._awaits_answer and now >= self._heard_at + PING_S:
                 self._pinged_at = now
                 self._put(StorePing(), MESSAGE_HEAD_BYTES)
-                self._send_batch()
+                self.dispatch()
         elif not self._silent and now >= self._pinged_at + SILENT_S:
             self._silent = True
             self._lose(f"the store process has not answered for {SILENT_S:g} s", fenced=False)
