@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lab.fixtures.channel_suite import ChannelSuite, soon
 from lab.fixtures.inproc import InprocChannel, channel_pair
-from penstock.testing.channel_suite import ChannelSuite, soon
 from penstock.transport.zeromq import IPC, LOOPBACK, Listener, dial
 from penstock.transport.zmq_channel import ZmqChannel
 from penstock.transport.zmq_link import ChannelSettings

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.channel_suite import soon
 from lab.fixtures.rank_channels import meet, over_channels, rejoin
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import OnFailure, ProcessSpec
-from penstock.testing.channel_suite import soon
 from penstock.transport.zeromq import Listener
 from tests.stopped import stop_process
 

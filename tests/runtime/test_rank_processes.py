@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import penstock
+from lab.fixtures.channel_suite import soon
 from lab.fixtures.rank_channels import meet, over_channels, rejoin
 from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
-from penstock.testing.channel_suite import soon
 from penstock.testing.writer_process import PeerProcess, peer_process
 from penstock.transport.zeromq import Listener
 

@@ -6,8 +6,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from lab.fixtures.store_tier_suite import WAIT_S
 from penstock.store.disk.io import DiskCalls
-from penstock.testing.store_tier_suite import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

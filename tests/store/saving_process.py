@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lab.fixtures.store_tier_suite import LAYOUTS, SLOT_COUNT, StoreRig, wait_for_news
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import LAYOUTS, SLOT_COUNT, StoreRig, wait_for_news
 
 GROUP = 4
 LAYOUT = LAYOUTS["whole pages"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from lab.fixtures.store_tier_suite import WAIT_S, wait_for_news
 from penstock.store.base import FindJob, LoadJob, MappedArena, SaveJob, Space, part_name
-from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form

@@ -11,6 +11,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from lab.fixtures.store_tier_suite import WAIT_S, wait_for_news
 from penstock.cache.operations import BlockFault
 from penstock.config.shared_stores import MooncakeSettings, RedisSettings
 from penstock.store.clients.blobs import BlobStoreError, BlobWrite
@@ -21,7 +22,6 @@ from penstock.store.clients.redis import RedisBlobs
 from penstock.store.shared.tier import SharedTier
 from penstock.store.shared.values import generation_name, geometry_name, piece_of, value_name
 from penstock.store.stored_tier import FAILURES_MAX
-from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.vocabulary.layout import HeadRange, Layout
 from penstock.vocabulary.planes import DType
 from tests.store.mooncake_master import MooncakeMaster

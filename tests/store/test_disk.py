@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.store_tier_suite import (
+    LAYOUTS,
+    SAVE_SALT,
+    SPACE,
+    WAIT_S,
+    StoreRig,
+    wait_until_recovered,
+)
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.base import LoadJob, Space
@@ -30,14 +38,6 @@ from penstock.store.disk.format import (
 )
 from penstock.store.disk.index import digests_of
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import (
-    LAYOUTS,
-    SAVE_SALT,
-    SPACE,
-    WAIT_S,
-    StoreRig,
-    wait_until_recovered,
-)
 from tests.descriptors import open_descriptors
 from tests.store.segments import seal_trailer
 

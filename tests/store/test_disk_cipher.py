@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache.operations import BlockFault
-from penstock.errors import ConfigError, UnavailableError
-from penstock.store.disk.format import PAGE_BYTES, DiskCipher, Geometry, load_cipher, read_head
-from penstock.store.disk.inspect import inspect_folder
-from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     LAYOUTS,
     WAIT_S,
     StoreRig,
     StoreTierSuite,
     wait_until_recovered,
 )
+from penstock.cache.operations import BlockFault
+from penstock.errors import ConfigError, UnavailableError
+from penstock.store.disk.format import PAGE_BYTES, DiskCipher, Geometry, load_cipher, read_head
+from penstock.store.disk.inspect import inspect_folder
+from penstock.store.disk.tier import DiskTier
 from tests.store.segments import Segment
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lab.fixtures.store_tier_suite import StoreTierSuite
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import StoreTierSuite
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cache.operations import BlockFault
-from penstock.store.disk.io import DiskCalls, open_within
-from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     LAYOUTS,
     WAIT_S,
     StoreRig,
     wait_for_news,
     wait_until_recovered,
 )
+from penstock.cache.operations import BlockFault
+from penstock.store.disk.io import DiskCalls, open_within
+from penstock.store.disk.tier import DiskTier
 from penstock.vocabulary.layout import Layout
 from tests.store.faulty_disk import FaultyDisk
 

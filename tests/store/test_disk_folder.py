@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.store_tier_suite import LAYOUTS, WAIT_S, StoreRig, wait_until_recovered
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.disk.format import HEAD, PAGE_BYTES, seal_head
 from penstock.store.disk.io import DiskCalls
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig, wait_until_recovered
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:

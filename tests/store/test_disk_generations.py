@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from penstock.errors import UnavailableError
-from penstock.store.base import NewGeneration, Space
-from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     LAYOUTS,
     SPACE,
     WAIT_S,
@@ -21,12 +18,15 @@ from penstock.testing.store_tier_suite import (
     wait_for_news,
     wait_until_recovered,
 )
+from penstock.errors import UnavailableError
+from penstock.store.base import NewGeneration, Space
+from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.testing.store_tier_suite import Saved
+    from lab.fixtures.store_tier_suite import Saved
 
 LAYOUT = LAYOUTS["whole pages"]
 SIZE_BYTES = 8 << 20

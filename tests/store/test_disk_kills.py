@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.store.disk.tier import DiskTier
-from penstock.testing import failing_seed
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     WAIT_S,
     Saved,
     StoreRig,
     draw_key,
     wait_until_recovered,
 )
+from penstock.store.disk.tier import DiskTier
+from penstock.testing import failing_seed
 from penstock.testing.tier_suite import draw_blocks
 from tests.forked import Forked
 from tests.store.saving_process import GROUP, LAYOUT

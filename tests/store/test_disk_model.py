@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.operations import BlockFault
-from penstock.store.base import LoadJob, SaveJob, Space
-from penstock.store.disk.tier import DiskTier
-from penstock.testing import failing_seed
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     LAYOUTS,
     LOAD_SALT,
     SAVE_SALT,
@@ -26,6 +22,10 @@ from penstock.testing.store_tier_suite import (
     StoreRig,
     wait_until_recovered,
 )
+from penstock.cache.operations import BlockFault
+from penstock.store.base import LoadJob, SaveJob, Space
+from penstock.store.disk.tier import DiskTier
+from penstock.testing import failing_seed
 
 if TYPE_CHECKING:
     from pathlib import Path

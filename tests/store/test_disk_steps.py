@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.store_tier_suite import LAYOUTS, SPACE, WAIT_S, StoreRig
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.disk.format import PAGE_BYTES, ROW, Geometry, sound_rows
 from penstock.store.disk.io import AlignedMemory, DiskCalls
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import LAYOUTS, SPACE, WAIT_S, StoreRig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
+    from lab.fixtures.store_tier_suite import Saved
     from penstock.store.base import EndedJob
     from penstock.store.disk.threads import RunToRead, RunToWrite, SegmentToSync
-    from penstock.testing.store_tier_suite import Saved
 
 LAYOUT = LAYOUTS["whole pages"]
 GEOMETRY = Geometry(segment_bytes=1 << 30, block_bytes=LAYOUT.block_bytes, cell_count=4)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
+from lab.fixtures.store_tier_suite import SPACE as SUITE_SPACE
 from penstock.errors import ConfigError
 from penstock.store.disk import format as disk_format
 from penstock.store.disk.format import DiskCipher
 from penstock.store.disk.inspect import inspect_folder
 from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
-from penstock.testing.store_tier_suite import SPACE as SUITE_SPACE
 from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, Segment, key_of
 
 if TYPE_CHECKING:

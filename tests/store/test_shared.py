@@ -11,9 +11,9 @@ import pytest
 from lab.fixtures.lying_blobs import LyingBlobs
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from lab.fixtures.shards import Shard
+from lab.fixtures.store_tier_suite import WAIT_S, wait_for_news
 from penstock.cache.operations import BlockFault
 from penstock.store.shared.tier import SharedTier
-from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType

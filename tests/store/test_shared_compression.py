@@ -11,6 +11,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from lab.fixtures.store_tier_suite import WAIT_S
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.clients.folder import FolderBlobs
@@ -20,7 +21,6 @@ from penstock.store.process.tier_slots import open_shared
 from penstock.store.shared import io
 from penstock.store.shared.tier import SharedTier
 from penstock.store.shared.values import CODEC_PLAIN, CODEC_PLANES, HEAD, HEAD_BYTES, _sum_of
-from penstock.testing.store_tier_suite import WAIT_S
 from tests.store.shared_engines import NOISE, Engine, draw_chain
 from tests.store.test_shared import found_in_time, split
 

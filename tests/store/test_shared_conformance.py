@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from obstore.store import MemoryStore
 
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from lab.fixtures.store_tier_suite import StoreTierSuite
 from penstock.store.clients.folder import FolderBlobs
 from penstock.store.clients.objects import ObjectBlobs
 from penstock.store.shared.tier import SharedTier
-from penstock.testing.store_tier_suite import StoreTierSuite
 
 if TYPE_CHECKING:
     from pathlib import Path

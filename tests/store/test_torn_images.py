@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.store.disk.format import PAGE_BYTES, ROW_BYTES, DiskCipher, Geometry, read_head
-from penstock.store.disk.inspect import inspect_folder
-from penstock.store.disk.io import DiskCalls
-from penstock.store.disk.tier import DiskTier
-from penstock.testing.store_tier_suite import (
+from lab.fixtures.store_tier_suite import (
     LAYOUTS,
     LOAD_SALT,
     SLOT_COUNT,
@@ -31,6 +27,10 @@ from penstock.testing.store_tier_suite import (
     draw_key,
     wait_until_recovered,
 )
+from penstock.store.disk.format import PAGE_BYTES, ROW_BYTES, DiskCipher, Geometry, read_head
+from penstock.store.disk.inspect import inspect_folder
+from penstock.store.disk.io import DiskCalls
+from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

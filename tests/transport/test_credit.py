@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.testing.channel_suite import receive_frame, send_soon, send_until_full, soon
+from lab.fixtures.channel_suite import receive_frame, send_soon, send_until_full, soon
 from penstock.transport.zeromq import Listener, dial
 from penstock.transport.zmq_link import ChannelSettings
 

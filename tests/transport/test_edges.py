@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from lab.fixtures.channel_suite import receive_frame, send_until_full, soon
 from lab.fixtures.inproc import InprocFabric
 from penstock.errors import UnavailableError
-from penstock.testing.channel_suite import receive_frame, send_until_full, soon
 from penstock.testing.writer_process import peer_process
 from penstock.transport.base import BacklogError, Empty
 from penstock.transport.remote import Fenced, Span, WriteDone
@@ -51,7 +51,7 @@ sys.stdin.read()
 # A peer that opens a channel and stays until it is killed.
 PEER = """
 import sys
-from penstock.testing.channel_suite import soon
+from lab.fixtures.channel_suite import soon
 from penstock.transport.zeromq import ChannelSettings, connect
 
 settings = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.fixtures.channel_suite import receive_frame, soon
 from penstock.cli.app import run
 from penstock.errors import UnavailableError
-from penstock.testing.channel_suite import receive_frame, soon
 from penstock.transport.machine_keys import MachineKeys, is_local
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
 from penstock.transport.zmq_link import RefusalReason

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.fixtures.channel_suite import receive_frame, soon
 from penstock.errors import UnavailableError
-from penstock.testing.channel_suite import receive_frame, soon
 from penstock.testing.writer_process import peer_process
 from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.transport.unix_sockets import (

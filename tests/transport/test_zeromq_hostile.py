@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from penstock.testing.channel_suite import receive_end, receive_frame, soon
+from lab.fixtures.channel_suite import receive_end, receive_frame, soon
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
     ChannelClosed,

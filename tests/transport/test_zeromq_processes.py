@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.errors import UnavailableError
-from penstock.testing.channel_suite import (
+from lab.fixtures.channel_suite import (
     receive_end,
     receive_frame,
     send_soon,
     send_until_full,
     soon,
 )
+from penstock.errors import UnavailableError
 from penstock.testing.writer_process import peer_process
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
@@ -40,7 +40,7 @@ QUICK = ChannelSettings(heartbeat_s=0.1, silence_s=0.5, open_s=60.0)
 # It connects, sends "ready", and then does what its standard input says, line by line.
 PEER = """
 import sys, time
-from penstock.testing.channel_suite import receive_end, receive_frame, soon
+from lab.fixtures.channel_suite import receive_end, receive_frame, soon
 from penstock.transport.zeromq import ChannelSettings, connect
 
 settings = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)

@@ -1,4 +1,4 @@
-"""Conformance suites: what every tier, mover, policy, channel, transport and store must do.
+"""Conformance suites: what every tier, mover, policy and data transport must do.
 
     from penstock.testing import TierSuite
 
@@ -14,16 +14,13 @@ of it on your class. The suites need pytest.
 | a mover              | `SavingMoverSuite`, `LoadingMoverSuite` or `CheckingMoverSuite`;      |
 |                      | `MoverSuite` for any other                                            |
 | an eviction policy   | `PolicySuite`                                                         |
-| a control channel    | `ChannelSuite`                                                        |
 | a data transport     | `DataTransportSuite`                                                  |
-| a tier of the store  | `StoreTierSuite`                                                      |
-| a shared store       | `BlobStoreSuite`, or `FailingBlobStoreSuite` if it can be stopped     |
 
 Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `LoadingMoverSuite`,
-`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`, `StoreTierSuite`,
-`BlobStoreSuite`, `FailingBlobStoreSuite`; what they take, `Ends`, `SuiteWriter`, `LocalWriter` and
-`ProcessWriter`; `failing_seed`; for tests of layouts `tier_suite.draw_blocks`,
-`tier_suite.read_slots` and `tier_suite.write_slots`.
+`CheckingMoverSuite`, `PolicySuite`, `DataTransportSuite`; what they take, `Ends`, `SuiteWriter`,
+`LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of layouts `tier_suite.draw_blocks`,
+`tier_suite.read_slots` and `tier_suite.write_slots`. Suites for parts that only Penstock itself can
+have, as control channels and clients of shared stores, are in `lab/fixtures` of its repository.
 docs/conformance.md has an example.
 
 The one rule: this file loads no suite. Processes that a suite starts are modules of this package,
@@ -37,9 +34,6 @@ from typing import TYPE_CHECKING
 from penstock.lazy_names import homes_of, load_name
 
 if TYPE_CHECKING:
-    from penstock.testing.blob_store_suite import BlobStoreSuite as BlobStoreSuite
-    from penstock.testing.blob_store_suite import FailingBlobStoreSuite as FailingBlobStoreSuite
-    from penstock.testing.channel_suite import ChannelSuite as ChannelSuite
     from penstock.testing.data_transport_suite import DataTransportSuite as DataTransportSuite
     from penstock.testing.mover_suite import CheckingMoverSuite as CheckingMoverSuite
     from penstock.testing.mover_suite import Ends as Ends
@@ -48,7 +42,6 @@ if TYPE_CHECKING:
     from penstock.testing.mover_suite import SavingMoverSuite as SavingMoverSuite
     from penstock.testing.policy_suite import PolicySuite as PolicySuite
     from penstock.testing.seeds import failing_seed as failing_seed
-    from penstock.testing.store_tier_suite import StoreTierSuite as StoreTierSuite
     from penstock.testing.tier_suite import SumKeepingTierSuite as SumKeepingTierSuite
     from penstock.testing.tier_suite import TierSuite as TierSuite
     from penstock.testing.writer_process import LocalWriter as LocalWriter

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
+from lab.fixtures.channel_suite import soon
 from penstock.handoff.driver import lines
 from penstock.handoff.driver.lines import LineFrame, ZmqLines
-from penstock.testing.channel_suite import soon
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import IPC, Listener, dial
 from penstock.transport.zmq_link import private_address

@@ -20,7 +20,7 @@ The rules of a client:
 - A name, range or time limit that breaks a rule of this file is a `ValueError`, before the store is
   asked: `check_names`, `check_reads` and `check_record`.
 
-`penstock.testing.BlobStoreSuite` has these rules as tests.
+`BlobStoreSuite` in `lab/fixtures` has these rules as tests.
 """
 
 from __future__ import annotations
