@@ -267,14 +267,21 @@ def _fill_targets(books: Books, operation: Operation, good: NDArray[np.bool_], n
 
 
 def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
-    """Makes KV events of ready blocks, one for each chain; returns their keys."""
+    """Makes KV events of ready blocks, one for each chain; returns their keys.
+
+    Readers are not told of blocks of other weights: no prompt can ask for them now.
+    """
     keys = books.nodes.keys_of(nodes.tolist())
-    parents = books.nodes.parent[nodes]
-    heads = (parents[1:] != nodes[:-1]).nonzero()[0] + 1
-    for first, end in pairwise([0, *heads.tolist(), len(keys)]):
+    known = books.nodes.of_weights_now(nodes)
+    if not len(known):
+        return keys
+    told = keys if known is nodes else books.nodes.keys_of(known.tolist())
+    parents = books.nodes.parent[known]
+    heads = (parents[1:] != known[:-1]).nonzero()[0] + 1
+    for first, end in pairwise([0, *heads.tolist(), len(told)]):
         parent = int(parents[first])
         parent_key = None if parent == NOWHERE else books.nodes.key_of(parent)
-        books.kv_events.stored(tier.name, keys[first:end], parent_key)
+        books.kv_events.stored(tier.name, told[first:end], parent_key)
     return keys
 
 
