@@ -178,23 +178,29 @@ def test_the_commands_for_prefill_and_decode_start_both_and_hand_a_prompt_over(
         routing = Running(router, tmp_path, ready=UP)
         left.callback(routing.kill)
         routing.wait_ready()
-        answer = complete(ports["8000"])
-        ended = ended_handoffs(ports["8200"])
+        # On a starved machine a rank may be silent for too long: then decode computes the prompt.
+        for attempt in range(ATTEMPTS):
+            answer = complete(ports["8000"], PROMPT[attempt:])
+            ended = ended_handoffs(ports["8200"], attempt + 1)
+            if ended["prompts_received"]:
+                break
         said = "".join(each.printed for each in (routing, *servers))
         for each in (routing, *servers):
             each.end()
 
     assert len(prepare) == 2
-    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
-    assert ended == {"prompts_received": 1, "prompts_not_received": 0}, said
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT) - attempt
+    assert ended == {"prompts_received": 1, "prompts_not_received": attempt}, said
 
 
 PROMPT = [10 + (7 * each) % 1000 for each in range(300)]
 """More than two blocks of vLLM on CPUs, which have 128 tokens."""
+ATTEMPTS = 5
+"""A pair that hands none of so many prompts over does not do what the page says."""
 
 
-def complete(port: int) -> dict[str, Any]:
-    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+def complete(port: int, prompt: list[int]) -> dict[str, Any]:
+    asked = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(asked).encode(),
@@ -205,12 +211,12 @@ def complete(port: int) -> dict[str, Any]:
         return found
 
 
-def ended_handoffs(port: int) -> dict[str, float]:
-    """How handoffs have ended, when one has: the page shows it a moment after the answer."""
+def ended_handoffs(port: int, count: int) -> dict[str, float]:
+    """How handoffs have ended, when so many have: the page shows it a moment after the answer."""
     deadline = time.monotonic() + END_S
     while True:
         found = {name: counted(port, name) for name in ("prompts_received", "prompts_not_received")}
-        if sum(found.values()) or time.monotonic() > deadline:
+        if sum(found.values()) >= count or time.monotonic() > deadline:
             return found
 
 
