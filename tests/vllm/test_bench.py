@@ -13,7 +13,8 @@ from lab.bench.report import BenchReport
 from lab.bench.vllm_run import run_recording, run_vllm
 from lab.bench.vllm_workload import Workload
 
-pytestmark = pytest.mark.vllm
+# Of our own measurements, and of three minutes.
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 # 34 blocks, of which the device has 13: the two requests that run at a time just fit.
 SMALL = Workload(

@@ -10,7 +10,7 @@ import pytest
 from lab.bench.report import BenchReport
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 SIDES = {"plain", "penstock", "penstock-at-once"}
 # NIXL is not part of this environment.

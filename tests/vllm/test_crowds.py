@@ -81,6 +81,7 @@ def trained(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
     return [plain_vllm("smollm2")["crowd"]], results
 
 
+@pytest.mark.long  # Several groups, above; a trained model without pressure, in test_requests.
 def test_a_trained_model_under_pressure_says_the_same(trained: tuple[Results, Results]) -> None:
     require_the_same_under_pressure(*trained)
 
