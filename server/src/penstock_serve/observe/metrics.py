@@ -15,6 +15,7 @@ that every metric is on the page `docs/metrics.md`, which is made from the texts
 from __future__ import annotations
 
 import platform
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -56,52 +57,46 @@ class MetricRow(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-def of_instance(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
-    """A number of `InstanceStatistics`; `field` is given where it is not called as the metric."""
-    read = attrgetter(field or name)
-    return MetricRow(name, kind, about, lambda stats: [((), read(stats))])
+class MetricSource(NamedTuple):
+    """Values in the statistics, one or several; `rows` makes metrics of their fields."""
+
+    prefix: str
+    labels: tuple[str, ...]
+    values: Callable[[InstanceStatistics], Iterable[tuple[tuple[str, ...], object]]]
+    """Each with its values of the labels."""
+
+    def rows(self, **given: str | tuple[str, str]) -> Iterator[MetricRow]:
+        """A metric of each name, with its text, and its field where that is called otherwise.
+
+        Counters have their `_total`.
+        """
+        for full, about in given.items():
+            name = full.removesuffix("_total")
+            text, field = (about, name) if isinstance(about, str) else about
+            kind = GAUGE if name == full else COUNTER
+            read = partial(self._read, attrgetter(field))
+            yield MetricRow(f"{self.prefix}{name}", kind, text, read, self.labels)
+
+    def _read(self, field: Callable[[object], float], stats: InstanceStatistics) -> Samples:
+        return [(labels, field(value)) for labels, value in self.values(stats)]
 
 
-def of_cache(kind: Kind, name: str, about: str) -> MetricRow:
-    """A number of `CacheStatistics`."""
-    return of_instance(kind, f"cache_{name}", about, f"cache.{name}")
-
-
-def of_tier(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
-    """A number of each tier."""
-    read, labels = attrgetter(field or name), ("tier",)
-    return MetricRow(
-        f"tier_{name}",
-        kind,
-        about,
-        lambda stats: [((tier.name,), read(tier)) for tier in stats.cache.tiers],
-        labels,
-    )
-
-
-def of_store(kind: Kind, name: str, about: str) -> MetricRow:
-    """A number of each tier that a store process serves."""
-
-    def samples(stats: InstanceStatistics) -> Samples:
-        return [
-            ((tier.name,), getattr(tier.store, name))
-            for tier in stats.cache.tiers
-            if tier.store is not None
-        ]
-
-    return MetricRow(f"store_{name}", kind, about, samples, ("tier",))
-
-
-def of_hop(kind: Kind, name: str, about: str, field: str = "") -> MetricRow:
-    """A number of each pair of tiers between which blocks are copied."""
-    read = attrgetter(field or name)
-    return MetricRow(
-        f"hop_{name}",
-        kind,
-        about,
-        lambda stats: [((hop.source, hop.target), read(hop)) for hop in stats.cache.hops],
-        ("source", "target"),
-    )
+INSTANCE = MetricSource("", (), lambda stats: [((), stats)])
+CACHE = MetricSource("cache_", (), lambda stats: [((), stats.cache)])
+HOPS = MetricSource(
+    "hop_",
+    ("source", "target"),
+    lambda stats: [((hop.source, hop.target), hop) for hop in stats.cache.hops],
+)
+TIERS = MetricSource(
+    "tier_", ("tier",), lambda stats: [((tier.name,), tier) for tier in stats.cache.tiers]
+)
+STORES = MetricSource(
+    "store_",
+    ("tier",),
+    lambda stats: [((each.name,), each.store) for each in stats.cache.tiers if each.store],
+)
+"""Tiers that a store process serves."""
 
 
 def counts(kind: Kind, name: str, about: str, label: str, field: str) -> MetricRow:
@@ -128,18 +123,22 @@ def _states(stats: InstanceStatistics) -> Samples:
 METRICS = (
     MetricRow("requests_now", GAUGE, "Answers by phase", _phases, ("phase",)),
     MetricRow("state", GAUGE, "1 for what an instance does now", _states, ("state",)),
-    of_instance(
-        GAUGE, "healthy", "0 if something is wrong: a tier or rank is off, see /cache", "health.ok"
+    *INSTANCE.rows(
+        healthy=("0 if something is wrong: a tier or rank is off, see /cache", "health.ok"),
+        preemptions_total="Answers that gave their blocks back",
     ),
-    of_instance(COUNTER, "preemptions", "Answers that gave their blocks back"),
     counts(COUNTER, "handoffs", "Handoffs by how they ended", "outcome", "handoffs"),
-    of_instance(COUNTER, "handed_bytes", "Bytes of KV that were handed over, or taken in"),
-    of_instance(COUNTER, "handed_seconds", "Time of handoffs that were delivered"),
-    of_instance(COUNTER, "handed_parts_verified", "Parts of handoffs whose checksums agreed"),
-    of_instance(GAUGE, "landing_bytes", "Memory of landing areas for handoffs, with retired ones"),
+    *INSTANCE.rows(
+        handed_bytes_total="Bytes of KV that were handed over, or taken in",
+        handed_seconds_total="Time of handoffs that were delivered",
+        handed_parts_verified_total="Parts of handoffs whose checksums agreed",
+        landing_bytes="Memory of landing areas for handoffs, with retired ones",
+    ),
     # The cache: requests.
-    of_cache(COUNTER, "requests", "Requests that asked for their prefix"),
-    of_cache(COUNTER, "requests_refused", "Requests for which there was no room"),
+    *CACHE.rows(
+        requests_total="Requests that asked for their prefix",
+        requests_refused_total="Requests for which there was no room",
+    ),
     counts(
         COUNTER,
         "cache_misses",
@@ -147,40 +146,33 @@ METRICS = (
         "why",
         "cache.misses",
     ),
-    of_cache(COUNTER, "tokens_asked", "Prompt tokens that were asked for"),
-    of_cache(
-        COUNTER,
-        "tokens_not_delivered",
-        "Tokens found whose blocks could not be brought to the device",
+    *CACHE.rows(
+        tokens_asked_total="Prompt tokens that were asked for",
+        tokens_not_delivered_total="Tokens found whose blocks could not be brought to the device",
+        tokens_computed_instead_total="Tokens found, but quicker to compute than to load",
+        leases="Requests that hold blocks",
+        leases_lost_total="Requests whose blocks were lost while they held them",
+        pins="Prefixes that are pinned",
     ),
-    of_cache(
-        COUNTER, "tokens_computed_instead", "Tokens found, but quicker to compute than to load"
-    ),
-    of_cache(GAUGE, "leases", "Requests that hold blocks"),
-    of_cache(COUNTER, "leases_lost", "Requests whose blocks were lost while they held them"),
-    of_cache(GAUGE, "pins", "Prefixes that are pinned"),
     # The cache: blocks.
-    of_cache(GAUGE, "blocks_known", "Blocks in the index"),
-    of_cache(GAUGE, "blocks_hollow", "Blocks in the index without a copy, before cached ones"),
-    of_cache(COUNTER, "blocks_published", "Blocks that became available to others"),
-    of_cache(COUNTER, "blocks_twinned", "Blocks that two requests computed at the same time"),
-    of_cache(COUNTER, "blocks_corrupt", "Blocks whose sums did not agree"),
-    of_cache(COUNTER, "blocks_missing", "Blocks that were asked for and that a store did not have"),
-    of_cache(COUNTER, "blocks_dropped_unsaved", "Blocks evicted before they were written down"),
-    of_cache(COUNTER, "saves_refused", "Blocks that no lower tier had room for"),
-    of_cache(
-        COUNTER,
-        "saves_skipped",
-        "Blocks not written into a store because too many were on their way",
-    ),
-    of_cache(COUNTER, "blocks_let_go", "Blocks that their request did not expect to be used again"),
-    of_cache(
-        COUNTER,
-        "hints_refused",
-        "Blocks whose priority was not raised because their tenant had its share",
+    *CACHE.rows(
+        blocks_known="Blocks in the index",
+        blocks_hollow="Blocks in the index without a copy, before cached ones",
+        blocks_published_total="Blocks that became available to others",
+        blocks_twinned_total="Blocks that two requests computed at the same time",
+        blocks_corrupt_total="Blocks whose sums did not agree",
+        blocks_missing_total="Blocks that were asked for and that a store did not have",
+        blocks_dropped_unsaved_total="Blocks evicted before they were written down",
+        saves_refused_total="Blocks that no lower tier had room for",
+        saves_skipped_total="Blocks not written into a store because too many were on their way",
+        blocks_let_go_total="Blocks that their request did not expect to be used again",
+        hints_refused_total="Blocks whose priority was not raised because their tenant had its "
+        "share",
     ),
     # The cache: copies.
-    of_cache(COUNTER, "operations_started", "Copies that were begun"),
+    *CACHE.rows(
+        operations_started_total="Copies that were begun",
+    ),
     counts(
         COUNTER,
         "cache_operations_ended",
@@ -188,69 +180,59 @@ METRICS = (
         "outcome",
         "cache.operations_ended",
     ),
-    of_cache(GAUGE, "operations_running", "Copies under way"),
-    of_cache(GAUGE, "operations_ending", "Copies given up whose slots may still be written to"),
-    of_cache(COUNTER, "reports_late", "Reports of ranks on copies that had ended"),
-    of_cache(COUNTER, "reports_lost", "Reports of ranks that never came"),
+    *CACHE.rows(
+        operations_running="Copies under way",
+        operations_ending="Copies given up whose slots may still be written to",
+        reports_late_total="Reports of ranks on copies that had ended",
+        reports_lost_total="Reports of ranks that never came",
+    ),
     # What decides between loading and computing; absent while nothing was measured.
-    of_instance(
-        GAUGE,
-        "prefill_tokens_per_second",
-        "Moving median of the speeds that the engine reported; absent without recent samples",
-        "cache.prefill_tokens_per_s",
+    *INSTANCE.rows(
+        prefill_tokens_per_second=(
+            "Moving median of the speeds that the engine reported; absent without recent samples",
+            "cache.prefill_tokens_per_s",
+        ),
     ),
-    of_hop(
-        GAUGE,
-        "tokens_per_second",
-        "Moving median of a hop; absent without recent samples",
-        "tokens_per_s",
+    *HOPS.rows(
+        tokens_per_second=("Moving median of a hop; absent without recent samples", "tokens_per_s"),
+        bytes_per_second=("The same in bytes, on each rank", "bytes_per_s"),
+        blocks_queued="Blocks asked for that have not arrived",
+        blocks_copied_total="Blocks that have arrived",
+        bytes_copied_total="Their bytes, on each rank",
     ),
-    of_hop(GAUGE, "bytes_per_second", "The same in bytes, on each rank", "bytes_per_s"),
-    of_hop(GAUGE, "blocks_queued", "Blocks asked for that have not arrived"),
-    of_hop(COUNTER, "blocks_copied", "Blocks that have arrived"),
-    of_hop(COUNTER, "bytes_copied", "Their bytes, on each rank"),
     # Tiers.
-    of_tier(GAUGE, "on", "1 if the tier is used"),
-    of_tier(GAUGE, "slots", "Slots of a tier"),
-    of_tier(GAUGE, "free", "Slots without a block"),
-    of_tier(GAUGE, "filling", "Slots whose block is being written"),
-    of_tier(GAUGE, "ready", "Blocks that can be found"),
-    of_tier(GAUGE, "leaving", "Slots whose block is being written down before eviction"),
-    of_tier(GAUGE, "doomed", "Slots that cannot be reused yet: something may still write to them"),
-    of_tier(GAUGE, "held", "Blocks in use"),
-    of_tier(COUNTER, "tokens_cached", "Tokens found here"),
-    of_tier(COUNTER, "blocks_evicted", "Copies that made room"),
-    of_tier(COUNTER, "blocks_refused", "Blocks not written here, for what lies here is worth more"),
-    of_tier(
-        GAUGE,
-        "saves_waiting",
-        "Blocks that the tier missed while it was off, and that are written when it is on",
+    *TIERS.rows(
+        on="1 if the tier is used",
+        slots="Slots of a tier",
+        free="Slots without a block",
+        filling="Slots whose block is being written",
+        ready="Blocks that can be found",
+        leaving="Slots whose block is being written down before eviction",
+        doomed="Slots that cannot be reused yet: something may still write to them",
+        held="Blocks in use",
+        tokens_cached_total="Tokens found here",
+        blocks_evicted_total="Copies that made room",
+        blocks_refused_total="Blocks not written here, for what lies here is worth more",
+        saves_waiting="Blocks that the tier missed while it was off, and that are written "
+        "when it is on",
+        saves_dropped_total="Blocks that left host memory before they could be written here",
+        ready_seconds=(
+            "Until its memory could be used, when it was opened, on the slowest rank",
+            "ready_s",
+        ),
     ),
-    of_tier(
-        COUNTER, "saves_dropped", "Blocks that left host memory before they could be written here"
-    ),
-    of_tier(
-        GAUGE,
-        "ready_seconds",
-        "Until its memory could be used, when it was opened, on the slowest rank",
-        "ready_s",
-    ),
-    of_store(GAUGE, "recovered", "Share of what was there at the start of the store that is known"),
-    of_store(GAUGE, "blocks", "Blocks in the tier, of all engines that share it, on each rank"),
-    of_store(GAUGE, "block_bytes", "Bytes of those blocks, as they are stored"),
-    of_store(GAUGE, "capacity_bytes", "Room of the tier"),
-    of_store(COUNTER, "saves_dropped", "Blocks not written because the tier was too slow"),
-    of_store(COUNTER, "blocks_corrupt", "Blocks that failed their sums when they were read"),
-    of_store(COUNTER, "blocks_reclaimed", "Blocks given up to make room"),
-    of_store(
-        COUNTER,
-        "generations_lost",
-        "Times that the record of resets was lost or out of date, which voids all blocks",
-    ),
-    of_store(
-        GAUGE,
-        "reset_confirmed",
-        "0 while a reset of this engine, not of others, would be lost with its process",
+    *STORES.rows(
+        recovered="Share of what was there at the start of the store that is known",
+        blocks="Blocks in the tier, of all engines that share it, on each rank",
+        block_bytes="Bytes of those blocks, as they are stored",
+        capacity_bytes="Room of the tier",
+        saves_dropped_total="Blocks not written because the tier was too slow",
+        blocks_corrupt_total="Blocks that failed their sums when they were read",
+        blocks_reclaimed_total="Blocks given up to make room",
+        generations_lost_total="Times that the record of resets was lost or out of date, which "
+        "voids all blocks",
+        reset_confirmed="0 while a reset of this engine, not of others, would be lost with its "
+        "process",
     ),
 )
 """What every instance reports."""
