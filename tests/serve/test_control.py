@@ -14,10 +14,9 @@ from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.server.control import (
     Control,
     DrainRequest,
+    EmptyRequest,
     WeightsRequest,
-    read_empty,
-    read_pause,
-    read_weights,
+    read_order,
 )
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost, RequestRefusal
@@ -466,23 +465,23 @@ async def paused(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "body", "message"),
+    ("shape", "body", "message"),
     [
-        (read_pause, '{"mode": "stop"}', "mode is 'stop', must be one of 'drain', 'abort'"),
-        (read_pause, '{"timeout_s": -1}', "timeout_s is -1, must be a number from 0 to 86400"),
-        (read_pause, '{"timeout": 1}', "timeout is no field that this server knows; did you mean"),
-        (read_pause, "[]", r"the body is \[\], must be a JSON object"),
-        (read_empty, '{"mode": "drain"}', "mode is no field that this server knows"),
-        (read_weights, "", "version is missing, must be a string"),
-        (read_weights, '{"path": ""}', "path is '', must be a folder with a checkpoint"),
-        (read_weights, '{"path": 1}', "path is 1, must be a string"),
-        (read_weights, '{"version": ""}', "version has 0 bytes, must have from 1 to 128"),
+        (DrainRequest, '{"mode": "stop"}', "mode is 'stop', must be one of 'drain', 'abort'"),
+        (DrainRequest, '{"timeout_s": -1}', "timeout_s is -1, must be a number from 0 to 86400"),
+        (DrainRequest, '{"timeout": 1}', "timeout is no field that this server knows; did you "),
+        (DrainRequest, "[]", r"the body is \[\], must be a JSON object"),
+        (EmptyRequest, '{"mode": "drain"}', "mode is no field that this server knows"),
+        (WeightsRequest, "", "version is missing, must be a string"),
+        (WeightsRequest, '{"path": ""}', "path is '', must be a folder with a checkpoint"),
+        (WeightsRequest, '{"path": 1}', "path is 1, must be a string"),
+        (WeightsRequest, '{"version": ""}', "version has 0 bytes, must have from 1 to 128"),
     ],
 )
-def test_a_wrong_body_is_refused_with_the_field(read: Any, body: str, message: str) -> None:
+def test_a_wrong_body_is_refused_with_the_field(shape: Any, body: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        read(body.encode())
+        read_order(shape, body.encode())
 
 
 def test_an_empty_body_means_the_defaults() -> None:
-    assert read_pause(b"") == DrainRequest(mode="drain", timeout_s=60.0)
+    assert read_order(DrainRequest, b"") == DrainRequest(mode="drain", timeout_s=60.0)

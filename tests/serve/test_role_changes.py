@@ -17,7 +17,7 @@ from penstock_serve.server.control import (
     RoleRequest,
     SleepRequest,
     WeightsRequest,
-    read_role,
+    read_order,
 )
 from penstock_serve.server.fields import BadRequest
 from tests.serve.test_router import settled
@@ -33,7 +33,7 @@ def body(**fields: Any) -> bytes:
 
 
 async def change_role(router: Router, wish: bytes) -> dict[str, Any]:
-    return await Control(router).change_role(read_role(wish))
+    return await Control(router).change_role(read_order(RoleRequest, wish))
 
 
 def test_new_requests_follow_the_new_role_and_old_ones_end() -> None:

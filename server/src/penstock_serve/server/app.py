@@ -43,12 +43,14 @@ from penstock_serve.engine.defaults import OF_OPENAI
 from penstock_serve.observe.live import InstanceStatistics, LiveHealth, ServerLive, health_of
 from penstock_serve.server import errors
 from penstock_serve.server.control import (
+    AskedT,
     Control,
-    read_empty,
-    read_pause,
-    read_role,
-    read_sleep,
-    read_weights,
+    DrainRequest,
+    EmptyRequest,
+    RoleRequest,
+    SleepRequest,
+    WeightsRequest,
+    read_order,
 )
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.guard import Guard, read_hosts
@@ -228,24 +230,20 @@ class Server:
 
     async def pause(self, http: HttpRequest) -> Response:
         """`POST /admin/pause` with `{"mode": "drain" or "abort", "timeout_s": …}`."""
-        self._guard.require_admin(http)
-        return _result(await self._control.pause(read_pause(await self._body(http))))
+        return _result(await self._control.pause(await self._order(http, DrainRequest)))
 
     async def resume(self, http: HttpRequest) -> Response:
         """`POST /admin/resume`."""
-        self._guard.require_admin(http)
-        read_empty(await self._body(http))
+        await self._order(http, EmptyRequest)
         return _result(await self._control.resume())
 
     async def sleep(self, http: HttpRequest) -> Response:
         """`POST /admin/sleep` with `{"level": 1 or 2, "host": true or false}`."""
-        self._guard.require_admin(http)
-        return _result(await self._control.sleep(read_sleep(await self._body(http))))
+        return _result(await self._control.sleep(await self._order(http, SleepRequest)))
 
     async def wake(self, http: HttpRequest) -> Response:
         """`POST /admin/wake`."""
-        self._guard.require_admin(http)
-        read_empty(await self._body(http))
+        await self._order(http, EmptyRequest)
         return _result(await self._control.wake())
 
     async def reset(self, http: HttpRequest) -> Response:
@@ -255,8 +253,7 @@ class Server:
 
     async def weights(self, http: HttpRequest) -> Response:
         """`POST /admin/weights` with `{"path": "…", "version": "…"}`, or the version alone."""
-        self._guard.require_admin(http)
-        wanted = read_weights(await self._body(http))
+        wanted = await self._order(http, WeightsRequest)
         if wanted.path:
             return _result(await self._control.load_weights(wanted))
         names = await self._control.rename_weights(wanted.version)
@@ -264,8 +261,8 @@ class Server:
 
     async def role(self, http: HttpRequest) -> Response:
         """`POST /admin/role` with `{"instance": "…", "role": "…"}`."""
-        self._guard.require_admin(http)
-        return JSONResponse(await self._control.change_role(read_role(await self._body(http))))
+        wanted = await self._order(http, RoleRequest)
+        return JSONResponse(await self._control.change_role(wanted))
 
     async def audit(self, http: HttpRequest) -> Response:
         """`POST /admin/audit`: an instance that violates an invariant ends with a traceback."""
@@ -279,6 +276,11 @@ class Server:
         return await ask_instances(links, what, of, required=bool(only))
 
     # For all paths.
+
+    async def _order(self, http: HttpRequest, shape: type[AskedT]) -> AskedT:
+        """What an operator asks for."""
+        self._guard.require_admin(http)
+        return read_order(shape, await self._body(http))
 
     async def _body(self, http: HttpRequest) -> bytes:
         self._guard.require_key(http)

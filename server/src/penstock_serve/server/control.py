@@ -17,7 +17,7 @@ import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from penstock_serve.server.fields import (
     one_of,
     read_fields,
     read_object,
+    readers_of,
     refuse,
     whole,
     word,
@@ -39,10 +40,8 @@ from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import ServerState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
 
-    from penstock_serve.engine.messages import RoleName
-    from penstock_serve.server.fields import Read
     from penstock_serve.server.instance_link import InstanceLink
     from penstock_serve.server.router import Router
 
@@ -56,99 +55,65 @@ ROLES = ("both", "prefill", "decode")
 class DrainRequest:
     """How the requests under way end."""
 
-    mode: str = "drain"
+    mode: Annotated[str, one_of("drain", "abort")] = "drain"
     """`drain`: they have `timeout_s` to finish, and are aborted then. `abort`: at once."""
-    timeout_s: float = 60.0
-
-
-_DRAIN: Mapping[str, Read] = {
-    "mode": one_of("drain", "abort"),
-    "timeout_s": number(0, TIMEOUT_S_MAX),
-}
-
-
-def read_pause(body: bytes) -> DrainRequest:
-    """The body of `POST /admin/pause`, which may be empty.
-
-    Raises `BadRequest`: a field is wrong.
-    """
-    return DrainRequest(**_read(body, _DRAIN))
+    timeout_s: Annotated[float, number(0, TIMEOUT_S_MAX)] = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SleepRequest(DrainRequest):
     """Memory that all instances give back."""
 
-    level: int = 1
+    level: Annotated[int, whole(1, 2)] = 1
     """1: the KV of the device. 2: the weights, too."""
-    host: bool = False
+    host: Annotated[bool, flag] = False
     """Whether host memory is given back, too."""
 
 
-def read_sleep(body: bytes) -> SleepRequest:
-    """The body of `POST /admin/sleep`, which may be empty.
-
-    Raises `BadRequest`: a field is wrong.
-    """
-    return SleepRequest(**_read(body, {"level": whole(1, 2), "host": flag, **_DRAIN}))
-
-
-def read_empty(body: bytes) -> None:
-    """The body of a call that takes no fields.
-
-    Raises `BadRequest`: it has some.
-    """
-    _read(body, {})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyRequest:
+    """A call that takes no fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRequest:
     """Another role for one instance."""
 
-    instance: str
-    role: RoleName
-    timeout_s: float = 60.0
+    instance: Annotated[str, word]
+    role: Annotated[ms.RoleName, one_of(*ROLES)]
+    timeout_s: Annotated[float, number(0, TIMEOUT_S_MAX)] = 60.0
     """How long the requests of the old role may take to end."""
-
-
-def read_role(body: bytes) -> RoleRequest:
-    """The body of `POST /admin/role`: `{"instance": NAME, "role": ROLE, "timeout_s": SECONDS}`.
-
-    Raises `BadRequest`: a field is wrong, or missing.
-    """
-    known = {"instance": word, "role": one_of(*ROLES), "timeout_s": number(0, TIMEOUT_S_MAX)}
-    found = _read(body, known)
-    for name, right in (("instance", "the name of an instance"), ("role", " or ".join(ROLES))):
-        if name not in found:
-            raise BadRequest(f"{name} is missing, must be {right}", param=name)
-    return RoleRequest(**found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRequest(DrainRequest):
     """Other weights for all instances."""
 
-    path: str = ""
+    path: Annotated[str, _path] = ""
     """The checkpoint that is loaded; empty: the weights were changed by other means."""
-    version: str = ""
-    load_timeout_s: float = 600.0
+    version: Annotated[str, _version] = ""
+    load_timeout_s: Annotated[float, number(0.1, TIMEOUT_S_MAX)] = 600.0
     """How long an instance may take to load."""
 
+    def __post_init__(self) -> None:
+        if not self.version and not self.path:
+            raise BadRequest("version is missing, must be a string", param="version")
 
-def read_weights(body: bytes) -> WeightsRequest:
-    """The body of `POST /admin/weights`.
 
-    Raises `BadRequest`: a field is wrong, or there is neither a path nor a version.
+AskedT = TypeVar("AskedT", DrainRequest, SleepRequest, EmptyRequest, RoleRequest, WeightsRequest)
+
+
+def read_order(shape: type[AskedT], body: bytes) -> AskedT:
+    """The body of a `POST /admin/*`, which may be empty.
+
+    Raises `BadRequest`: a field is wrong, or missing.
     """
-    known = {"path": _path, "version": _version, "load_timeout_s": number(0.1, TIMEOUT_S_MAX)}
-    found = WeightsRequest(**_read(body, {**known, **_DRAIN}))
-    if not found.version and not found.path:
-        raise BadRequest("version is missing, must be a string", param="version")
-    return found
-
-
-def _read(body: bytes, known: Mapping[str, Read]) -> dict[str, Any]:
-    return read_fields(read_object(body or b"{}"), known)
+    known = readers_of(shape)
+    found = read_fields(read_object(body or b"{}"), known)
+    for name, right in (("instance", "the name of an instance"), ("role", " or ".join(ROLES))):
+        if name in known and name not in found:
+            raise BadRequest(f"{name} is missing, must be {right}", param=name)
+    return shape(**found)
 
 
 def _path(name: str, value: object) -> str:

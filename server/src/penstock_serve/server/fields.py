@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import msgspec
 
@@ -211,6 +211,13 @@ def read_fields(
             meant = f"; did you mean {near[0]}?" if near else ""
             raise BadRequest(f"{place} is no field that this server knows{meant}", param=place)
     return found
+
+
+def readers_of(shape: type) -> dict[str, Read]:
+    """The readers of a class's fields: `Annotated` has each behind its type; others have none."""
+    hints = get_type_hints(shape, include_extras=True)
+    annotated = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: hint.__metadata__[0] for name, hint in annotated.items()}
 
 
 def read_object(body: bytes) -> dict[str, object]:

@@ -1,13 +1,14 @@
 """Requests in OpenAI's format, with the fields that other servers have added.
 
-A request is read field by field (`fields.py`), and then checked as a whole. Options that it does
-not set, such as the temperature, have the model's defaults (`defaults_of`).
+A request is read field by field, each by the reader in its annotation (`fields.py`), and then
+checked as a whole. Options that it does not set, such as the temperature, have the model's defaults
+(`defaults_of`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.errors import shown
 from penstock.toolkit import (
@@ -36,6 +37,7 @@ from penstock_serve.server.fields import (
     only,
     read_fields,
     read_object,
+    readers_of,
     refuse,
     whole,
     word,
@@ -73,38 +75,38 @@ _TEXTS = "a text, or a list of texts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """The fields of completions and chats; `None` means the model's default."""
+    """The fields of completions and chats, and how each is read; `None`: the model's default."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    n: int = 1
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
+    model: Annotated[str | None, word] = None
+    temperature: Annotated[float | None, number(0, 2)] = None
+    top_p: Annotated[float | None, number(5e-324, 1, "a number above 0 and at most 1")] = None
+    top_k: Annotated[int | None, _top_k] = None
+    min_p: Annotated[float | None, number(0, 1)] = None
+    repetition_penalty: Annotated[float | None, number(REPETITION_MIN, REPETITION_MAX)] = None
+    presence_penalty: Annotated[float, number(-PENALTY_MAX, PENALTY_MAX)] = 0.0
+    frequency_penalty: Annotated[float, number(-PENALTY_MAX, PENALTY_MAX)] = 0.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], _biases] = ()
+    n: Annotated[int, whole(1, ANSWERS_MAX)] = 1
+    seed: Annotated[int | None, whole(-(2**63), 2**63 - 1, "a whole number of 64 bits")] = None
+    stop: Annotated[tuple[str, ...], _stops] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _stop_tokens] = ()
+    ignore_eos: Annotated[bool, flag] = False
+    min_tokens: Annotated[int, whole(0, TOKENS_MAX)] = 0
     max_tokens: int | None = None
-    stream: bool = False
+    stream: Annotated[bool, flag] = False
     include_usage: bool = False
     """Whether a stream ends with the usage."""
     logprobs: int | None = None
     """Alternatives that are returned with each token; `None`: no log-probabilities at all."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
-    priority: int = 0
+    priority: Annotated[int, whole(-PRIORITY_MAX, PRIORITY_MAX)] = 0
     """Ours: more urgent requests run first."""
-    cache: str = "use"
+    cache: Annotated[str, one_of("use", "read_only", "off")] = "use"
     """Ours: `read_only` stores nothing, `off` neither reads nor stores."""
     hints: RetentionHints = NO_HINTS
     """How long its blocks are worth keeping: our field `penstock`, and `prompt_cache_retention`."""
-    prompt_cache_key: str = ""
+    prompt_cache_key: Annotated[str, _cache_key] = ""
     """Requests with the same key go to the same instance, where several would do."""
 
     @property
@@ -225,6 +227,11 @@ def _stream_options(name: str, value: object) -> dict[str, Any]:
     return read_fields(value, _STREAM_OPTIONS, f"{name}.")
 
 
+def _top_k(name: str, value: object) -> int:
+    wanted: int = whole(-1, TOP_K_MAX)(name, value)
+    return max(0, wanted)
+
+
 def _response_format(name: str, value: object) -> object:
     if not isinstance(value, dict) or value.get("type") != "text":
         refuse(name, value, "{'type': 'text'}: answers follow no grammar here")
@@ -251,7 +258,7 @@ def read_cache_key(given: Mapping[str, object]) -> str:
 
     Raises `BadRequest`: it is wrong.
     """
-    found: str = read_fields(given, _CACHE_KEY).get("prompt_cache_key", "")
+    found: str = read_fields(given, {"prompt_cache_key": _cache_key}).get("prompt_cache_key", "")
     return found
 
 
@@ -392,30 +399,11 @@ _HINTS: Mapping[str, Read] = {
     "penstock": _penstock,
     "prompt_cache_retention": one_of(*RETENTIONS),
 }
-_CACHE_KEY: Mapping[str, Read] = {"prompt_cache_key": _cache_key}
 _TEXT: Mapping[str, Read] = {
-    "model": word,
-    "temperature": number(0, 2),
-    "top_p": number(5e-324, 1, "a number above 0 and at most 1"),
-    "top_k": lambda name, value: max(0, whole(-1, TOP_K_MAX)(name, value)),
-    "min_p": number(0, 1),
-    "repetition_penalty": number(REPETITION_MIN, REPETITION_MAX),
-    "presence_penalty": number(-PENALTY_MAX, PENALTY_MAX),
-    "frequency_penalty": number(-PENALTY_MAX, PENALTY_MAX),
-    "logit_bias": _biases,
-    "n": whole(1, ANSWERS_MAX),
-    "seed": whole(-(2**63), 2**63 - 1, "a whole number of 64 bits"),
-    "stop": _stops,
-    "stop_token_ids": _stop_tokens,
-    "ignore_eos": flag,
-    "min_tokens": whole(0, TOKENS_MAX),
-    "stream": flag,
+    **readers_of(TextRequest),
+    **_HINTS,
     "stream_options": _stream_options,
     "response_format": _response_format,
-    "priority": whole(-PRIORITY_MAX, PRIORITY_MAX),
-    "cache": one_of("use", "read_only", "off"),
-    **_HINTS,
-    **_CACHE_KEY,
 }
 _COMPLETION: Mapping[str, Read] = {
     **_TEXT,

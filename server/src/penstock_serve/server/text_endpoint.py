@@ -18,7 +18,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +26,6 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.errors import counted, shown
 from penstock_serve.engine.requests import Request
-from penstock_serve.engine.sampling_options import Sampling
 from penstock_serve.engine.text import TextTooLong
 from penstock_serve.observe.live import HANDED
 from penstock_serve.server import errors
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock_serve.engine import messages as ms
+    from penstock_serve.engine.sampling_options import Sampling
     from penstock_serve.engine.text import Text
     from penstock_serve.observe.live import RequestRecord
     from penstock_serve.observe.metrics import ServerMetrics
@@ -209,7 +209,7 @@ class TextEndpoint:
         name: str,
         tenant: str,
     ) -> Request:
-        defaults = self._defaults
+        given = {name: getattr(request, name) for name in OF_THE_MODEL}
         return Request(
             id=name,
             prompt=tuple(tokens),
@@ -218,17 +218,14 @@ class TextEndpoint:
             ignores_stop_tokens=request.ignore_eos,
             stop_tokens=frozenset(request.stop_token_ids),
             answers=request.n,
-            sampling=Sampling(
-                temperature=_given(request.temperature, defaults.temperature),
-                top_p=_given(request.top_p, defaults.top_p),
-                top_k=_given(request.top_k, defaults.top_k),
-                min_p=_given(request.min_p, defaults.min_p),
-                repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+            sampling=replace(
+                self._defaults,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
                 logit_bias=request.logit_bias,
                 seed=request.seed,
                 logprobs=request.logprobs or 0,
+                **{name: value for name, value in given.items() if value is not None},
             ),
             scores_prompt=request.scores_prompt,
             first_alone=request.logprobs is None and request.n == 1,
@@ -273,17 +270,10 @@ def _max_tokens(request: TextRequest, *, room: int) -> int:
     return max(1, given)
 
 
-ValueT = TypeVar("ValueT")
-
-
-def _given(value: ValueT | None, default: ValueT) -> ValueT:
-    return default if value is None else value
-
-
+OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options whose defaults are the model's."""
 REFUSED_FIELDS = frozenset({"logit_bias", "stop_token_ids"})
 """Fields that only an instance can check; its refusal begins with the field's name."""
-
-
 REFUSED_KINDS = {"busy": "rate_limit_error", "paused": "service_unavailable"}
 """OpenAI's name for each kind of refusal; any other is an invalid request."""
 
