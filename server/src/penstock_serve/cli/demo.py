@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,27 +15,17 @@ from rich.text import Text
 import penstock
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json, write_text
 from penstock.errors import counted
-from penstock_serve.cli.serve import ModelOption, require_extras
+from penstock_serve.cli.serve import ModelOption, count_option, require_packages
 
 if TYPE_CHECKING:
     from penstock_serve.demo.result import ChatRound, Played
 
-ChatsOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Conversations.")
-]
-TurnsOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Turns of each.")
-]
-ClientsOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Clients that hold them.")
-]
-TokensOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")
-]
-BlocksOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each instance.")
-]
-PictureOption: TypeAlias = Annotated[
+ChatsOption = Annotated[int | None, count_option("Conversations.")]
+TurnsOption = Annotated[int | None, count_option("Turns of each.")]
+ClientsOption = Annotated[int | None, count_option("Clients that hold them.")]
+TokensOption = Annotated[int | None, count_option("Tokens of an answer, at most.")]
+BlocksOption = Annotated[int | None, count_option("Blocks on the device of each instance.")]
+PictureOption = Annotated[
     Path, typer.Option(metavar="FILE", help="Where the page with the results goes.")
 ]
 
@@ -56,7 +46,7 @@ def show_demo(
     Conversations with shared system prompts, with the cache and without; each answer is
     compared with a fresh computation. Ends with status 1 if anything is wrong.
     """
-    require_extras()
+    require_packages()
     options = {
         "chats": chats,
         "turns": turns,

@@ -7,7 +7,7 @@ import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,8 +26,14 @@ from penstock.cli.conventions import (
     write_json,
     write_text,
 )
-from penstock.errors import ConfigError, UnavailableError, counted, server_install_hint
-from penstock_serve.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
+from penstock.errors import ConfigError, counted
+from penstock_serve.cli.serve import (
+    DEFAULT_SERVER,
+    ApiKeyFileOption,
+    count_option,
+    require_packages,
+    server_url,
+)
 from penstock_serve.loadtest.context import (
     CutSessions,
     TokenCounts,
@@ -47,8 +53,6 @@ from penstock_serve.loadtest.workloads import PROFILES, TraceSettings, from_trac
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from typer.models import OptionInfo
-
     from penstock_serve.loadtest.exchange import LoadTarget
     from penstock_serve.loadtest.report import LoadReport
     from penstock_serve.loadtest.runner import LoadRun
@@ -63,10 +67,7 @@ RATE_MAX = 10_000.0
 """One process sends no more than this in a second."""
 
 
-def _count(text: str, *, least: int = 1, most: int = TOKENS_MAX) -> OptionInfo:
-    option: OptionInfo = typer.Option(metavar="N", min=least, max=most, help=text)
-    return option
-
+_count = partial(count_option, most=TOKENS_MAX)
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the server, or HOST:PORT.")]
 WorkloadOption = Annotated[
@@ -300,8 +301,7 @@ def _target(
     *,
     ignore_eos: bool,
 ) -> LoadTarget:
-    if find_spec("h11") is None:
-        raise UnavailableError(f"h11 is not installed: {server_install_hint()}")
+    require_packages(("h11",), "")
     from penstock_serve.loadtest.exchange import PATHS, LoadTarget  # noqa: PLC0415  (needs the extra)
     from penstock_serve.server.guard import find_client_key  # noqa: PLC0415
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.errors import ConfigError, UnavailableError, counted, server_install_hint
+from penstock.errors import ConfigError, counted
 from penstock.toolkit import set_up_logs
 from penstock_serve.cli.serve import (
     AllowedHostsOption,
@@ -22,6 +21,7 @@ from penstock_serve.cli.serve import (
     LogLevelOption,
     PortOption,
     api_at,
+    require_packages,
     serve_table,
     server_url,
     warn_of_openness,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("starlette", "uvicorn", "h11", "prometheus_client")
 
-VllmPrefillOption: TypeAlias = Annotated[
+VllmPrefillOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
@@ -46,11 +46,11 @@ VllmPrefillOption: TypeAlias = Annotated[
         "there are servers. Without one, decode servers compute them.",
     ),
 ]
-VllmDecodeOption: TypeAlias = Annotated[
+VllmDecodeOption = Annotated[
     list[str] | None,
     typer.Option(metavar="URL", help="A vLLM server that answers; as often as there are servers."),
 ]
-SilenceOption: TypeAlias = Annotated[
+SilenceOption = Annotated[
     float,
     typer.Option(
         "--timeout-s", metavar="S", min=1, help="How long a server may be silent in an answer."
@@ -77,7 +77,7 @@ def route(  # noqa: PLR0913 - as many options as there are settings
     The servers are `vllm serve` with the flags of `penstock vllm-config --role`. They may start and
     end at any time.
     """
-    _require_packages()
+    require_packages(NEEDED, "")
     from penstock_serve.server.server_socket import address_of  # noqa: PLC0415  (needs the extras)
     from penstock_serve.server.vllm_server import read_urls  # noqa: PLC0415
 
@@ -99,12 +99,6 @@ def route(  # noqa: PLR0913 - as many options as there are settings
             drain_s=table.drain_s,
         )
         run_router(settings, bound, partial(_show_start, address_of(bound)))
-
-
-def _require_packages() -> None:
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint()}")
 
 
 @contextmanager
@@ -134,7 +128,7 @@ PORT = 8090
 """Not 8000, where vLLM and Penstock are, nor 30000, where SGLang is."""
 SERVERS_MAX = 64
 
-MetricsOption: TypeAlias = Annotated[
+MetricsOption = Annotated[
     list[str],
     typer.Option(
         metavar="URL",
@@ -142,7 +136,7 @@ MetricsOption: TypeAlias = Annotated[
         "often as there are servers.",
     ),
 ]
-DashboardPortOption: TypeAlias = Annotated[
+DashboardPortOption = Annotated[
     int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")
 ]
 
@@ -163,7 +157,7 @@ def show_dashboard(
     Servers may start and end at any time; one that does not answer is shown as down. SGLang needs
     --enable-metrics.
     """
-    _require_packages()
+    require_packages(NEEDED, "")
     from penstock_serve.server.server_socket import address_of  # noqa: PLC0415  (needs the extras)
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415
 

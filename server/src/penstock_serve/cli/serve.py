@@ -6,7 +6,7 @@ import logging
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import rich.progress
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from rich.progress import TaskID
+    from typer.models import OptionInfo
 
     from penstock.config import Config, TierKind, TierSettings
     from penstock_serve.server.plan import ServeOptions
@@ -37,86 +38,72 @@ DEFAULT_SERVER = f"http://{LOOPBACK}:{DEFAULT_PORT}"
 NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
-ModelOption: TypeAlias = Annotated[
+def count_option(text: str, *, least: int = 1, most: int | None = None) -> OptionInfo:
+    """An option that takes a whole number."""
+    option: OptionInfo = typer.Option(metavar="N", min=least, max=most, help=text)
+    return option
+
+
+ModelOption = Annotated[
     str | None,
     typer.Option(
         metavar="PATH",
         help="A folder with a checkpoint, or a .gguf file; without it the default model.",
     ),
 ]
-TpOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Ranks that share the model, a process each.")
-]
-BlocksOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each rank.")
-]
-BlockTokensOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Tokens in a block.")
-]
-HostGibOption: TypeAlias = Annotated[
+TpOption = Annotated[int | None, count_option("Ranks that share the model, a process each.")]
+BlocksOption = Annotated[int | None, count_option("Blocks on the device of each rank.")]
+BlockTokensOption = Annotated[int | None, count_option("Tokens in a block.")]
+HostGibOption = Annotated[
     float | None,
     typer.Option(metavar="G", min=0, help="Host memory for blocks, of each rank; 0: none."),
 ]
-DiskOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="A folder that keeps blocks beyond the process."),
+DiskOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="A folder that keeps blocks beyond the process.")
 ]
-DiskGibOption: TypeAlias = Annotated[
+DiskGibOption = Annotated[
     float | None, typer.Option(metavar="G", help="Room in that folder, of all ranks together.")
 ]
-DtypeOption: TypeAlias = Annotated[
+DtypeOption = Annotated[
     str | None, typer.Option(help="Of weights and KV: float32, bfloat16 or float16.")
 ]
-DeviceOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")
+DeviceOption = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
+InstancesOption = Annotated[
+    int | None, count_option("Copies of the model, or of each role.", most=16)
 ]
-InstancesOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=16, help="Copies of the model, or of each role."),
+PrefillOption = Annotated[
+    int | None, count_option("Instances that compute prompts for others.", most=16)
 ]
-PrefillOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=16, help="Instances that compute prompts for others."),
+DecodeOption = Annotated[int | None, count_option("Instances that answer them.", most=16)]
+PrefillTpOption = Annotated[
+    int | None, count_option("Ranks of an instance that computes prompts alone.")
 ]
-DecodeOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=16, help="Instances that answer them."),
+DecodeTpOption = Annotated[int | None, count_option("Ranks of the instance that answers them.")]
+RoleOption = Annotated[
+    str | None, typer.Option(help="What to start: both (everything), prefill, decode or router.")
 ]
-PrefillTpOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Ranks of an instance that computes prompts alone."),
-]
-DecodeTpOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Ranks of the instance that answers them."),
-]
-RoleOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="What to start: both (everything), prefill, decode or router."),
-]
-RouterOption: TypeAlias = Annotated[
+RouterOption = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="Where the router lets instances in: tcp://HOST:PORT."),
 ]
-HandoffHostOption: TypeAlias = Annotated[
+HandoffHostOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST",
         help="Where instances of other machines reach those of this command for handoffs.",
     ),
 ]
-NumberOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=0, help="The number of this command's first instance."),
+NumberOption = Annotated[
+    int | None, count_option("The number of this command's first instance.", least=0)
 ]
-HostOption: TypeAlias = Annotated[
+HostOption = Annotated[
     str | None,
     typer.Option(help="The address to listen on, or unix:/PATH; 127.0.0.1 if not given."),
 ]
-PortOption: TypeAlias = Annotated[
+PortOption = Annotated[
     int | None, typer.Option(min=0, max=65535, help="The port; 8000 if not given, 0: a free one.")
 ]
-ApiKeyOption: TypeAlias = Annotated[
+ApiKeyOption = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
@@ -124,10 +111,10 @@ ApiKeyOption: TypeAlias = Annotated[
         f"better is --api-key-file, or {KEY_VARIABLE} in the environment.",
     ),
 ]
-ApiKeyFileOption: TypeAlias = Annotated[
+ApiKeyFileOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file that holds the API key.")
 ]
-AllowedHostsOption: TypeAlias = Annotated[
+AllowedHostsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
@@ -135,13 +122,13 @@ AllowedHostsOption: TypeAlias = Annotated[
         "a key, requests to other names are refused on the loopback interface.",
     ),
 ]
-DrainOption: TypeAlias = Annotated[
+DrainOption = Annotated[
     float | None,
     typer.Option(
         metavar="S", min=0, help="How long answers may take to end when asked to stop; 20."
     ),
 ]
-SilenceOption: TypeAlias = Annotated[
+SilenceOption = Annotated[
     float | None,
     typer.Option(
         metavar="S",
@@ -151,13 +138,13 @@ SilenceOption: TypeAlias = Annotated[
         "is lost at once.",
     ),
 ]
-LogLevelOption: TypeAlias = Annotated[
+LogLevelOption = Annotated[
     str | None, typer.Option(help="What is logged: debug, info, warning or error.")
 ]
-LogJsonOption: TypeAlias = Annotated[
+LogJsonOption = Annotated[
     bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
 ]
-KeysFileOption: TypeAlias = Annotated[
+KeysFileOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
@@ -165,7 +152,7 @@ KeysFileOption: TypeAlias = Annotated[
         "started one by one on several machines.",
     ),
 ]
-PrintConfigOption: TypeAlias = Annotated[
+PrintConfigOption = Annotated[
     bool, typer.Option("--print-config", help="Print every setting in effect as TOML, and end.")
 ]
 
@@ -208,7 +195,7 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     Options override the file of `--config`. Everything that this command starts ends with it.
     """
     given_options = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
-    require_extras()
+    require_packages()
     from penstock_serve.engine.defaults import load_engine_config  # noqa: PLC0415  (needs the extras)
     from penstock_serve.server.plan import ServeOptions  # noqa: PLC0415
 
@@ -229,11 +216,11 @@ def _print_settled(given: Config | None, options: ServeOptions) -> None:
         print("penstock: serve.api_key is set, and not printed", file=sys.stderr)
 
 
-def require_extras() -> None:
+def require_packages(needed: Sequence[str] = NEEDED, extra: str = "engine") -> None:
     """Raises `UnavailableError` if a package of the engine or the server is missing."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint('engine')}")
+        raise UnavailableError(f"{missing[0]} is not installed: {server_install_hint(extra)}")
 
 
 def _serve(given: Config | None, options: ServeOptions) -> None:
