@@ -161,10 +161,9 @@ def _handoffs(played: Played) -> Table:
     for each in played.rounds:
         for name, counts in each.statistics.items():
             ends = ", ".join(f"{count} {end}" for end, count in counts["handoffs"].items() if count)
-            parts = counts["counts"]["handed_parts_verified"]
-            megabytes = counts["counts"]["handed_bytes"] / 1e6
             # Only the receiving instance verifies parts.
-            taken = (f"{megabytes:,.1f}", f"{parts:,}") if parts else ("", "")
+            _, parts, size = each.handoffs_taken().get(name, (0, 0, 0))
+            taken = (f"{size / 1e6:,.1f}", f"{parts:,}") if parts else ("", "")
             table.add_row(each.title, name, ends, *taken)
     return table
 

@@ -156,6 +156,32 @@ def _card(title: str, *parts: str, kind: str = "") -> str:
     return f"<section class='card {kind}'><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
+def _legend(rows: Iterable[tuple[str, str, str]]) -> str:
+    """What colours mean: a name, its colour and a text in each row."""
+    drawn = (
+        f"<dt><i style='background:var(--{colour})'></i>{escape(name)}</dt><dd>{escape(text)}</dd>"
+        for name, colour, text in rows
+    )
+    return f"<dl>{''.join(drawn)}</dl>"
+
+
+CELLS = {">": " class='num'", "~": " class='question'"}
+"""Columns of numbers and of long texts, by how their names begin."""
+
+
+def _table(columns: Sequence[str], rows: Iterable[Iterable[str]], kind: str = "") -> str:
+    """A table of cells in HTML."""
+    kinds = [CELLS.get(each[:1], "") for each in columns]
+
+    def drawn(tag: str, cells: Iterable[str]) -> str:
+        each = zip(kinds, cells, strict=True)
+        return f"<tr>{''.join(f'<{tag}{of}>{cell}</{tag}>' for of, cell in each)}</tr>"
+
+    head = drawn("th", (each.lstrip(">~") for each in columns))
+    body = "".join(drawn("td", row) for row in rows)
+    return f"<div class='scroll'><table{kind}>{head}{body}</table></div>"
+
+
 def _tile(title: str, big: str, more: str) -> str:
     return (
         f"<section class='card tile'><span class='soft small'>{escape(title)}</span>"
@@ -293,14 +319,10 @@ def _sources(played: ChatRound) -> str:
         *((tier, COLOURS_OF_TIERS.get(tier, "other"), TIERS.get(tier, "")) for tier in tiers),
         ("handed over", "handed", "sent by the prefill instance, which found or computed it"),
     )
-    about = "".join(
-        f"<dt><i style='background:var(--{colour})'></i>{escape(name)}</dt><dd>{escape(text)}</dd>"
-        for name, colour, text in keys
-    )
     return _card(
         "Where the tokens of prompts came from",
         "<p class='soft'>As the instance that answers has them, with the cache on.</p>",
-        f"<div class='waits'>{''.join(rows)}</div><dl>{about}</dl>",
+        f"<div class='waits'>{''.join(rows)}</div>{_legend(keys)}",
         kind="half",
     )
 
@@ -312,20 +334,7 @@ TIERS = {
 
 
 def _handoffs(played: Played) -> str:
-    cached = played.rounds[0]
-    delivered = sum(
-        each["handoffs"].get("delivered", 0)
-        for each in cached.statistics.values()
-        if each["counts"]["handed_parts_verified"]
-    )
-    megabytes, parts = (
-        sum(
-            each["counts"][name]
-            for each in cached.statistics.values()
-            if each["counts"]["handed_parts_verified"]
-        )
-        for name in ("handed_bytes", "handed_parts_verified")
-    )
+    delivered, parts, size = _taken(played.rounds[0])
     return _card(
         "What a handoff is",
         f"<div class='scroll picture'>{_PAIR}</div>",
@@ -334,21 +343,18 @@ def _handoffs(played: Played) -> str:
         "layer and while it still computes the next ones, to the <strong>decode</strong> instance, "
         "which writes the answer. That is a handoff. Neither disturbs the other: long prompts do "
         "not stop answers that are being written.</p>",
-        f"<p>With the cache, {delivered} handoffs took {megabytes / 1e6:,.1f} MB in {parts:,} "
+        f"<p>With the cache, {delivered} handoffs took {size / 1e6:,.1f} MB in {parts:,} "
         "parts: only what the decode instance did not have yet. ",
-        f"With the cache off it was {_taken(played.rounds[-1]) / 1e6:,.1f} MB.</p>"
+        f"With the cache off it was {_taken(played.rounds[-1])[2] / 1e6:,.1f} MB.</p>"
         if len(played.rounds) > 1
         else "</p>",
         kind="half",
     )
 
 
-def _taken(played: ChatRound) -> int:
-    return sum(
-        each["counts"]["handed_bytes"]
-        for each in played.statistics.values()
-        if each["counts"]["handed_parts_verified"]
-    )
+def _taken(played: ChatRound) -> list[int]:
+    """Handoffs, their parts and their bytes."""
+    return [sum(each[at] for each in played.handoffs_taken().values()) for at in range(3)]
 
 
 _PAIR = (
@@ -383,17 +389,13 @@ def _misses(played: ChatRound) -> str:
     for reason, count in counts.most_common():
         if count:
             advice = MISS_ADVICE[MissReason(reason)]
-            rows.append(
-                f"<tr><td>{escape(reason)}</td><td class='num'>{count}</td>"
-                f"<td>{escape(advice.means)}<br><span class='soft small'>{escape(advice.helps)}"
-                "</span></td></tr>"
-            )
+            helps = f"<span class='soft small'>{escape(advice.helps)}</span>"
+            rows.append((escape(reason), f"{count}", f"{escape(advice.means)}<br>{helps}"))
     return _card(
         "Why requests did not find more",
         "<p class='soft'>Each instance says for every request why the rest of its prompt was not "
         "in the cache. New text is the best reason: the last words of a prompt are always new.</p>",
-        "<div class='scroll'><table><tr><th>reason</th><th class='num'>times</th><th>it means</th>"
-        f"</tr>{''.join(rows)}</table></div>",
+        _table(("reason", ">times", "it means"), rows),
         kind="half",
     )
 
@@ -404,16 +406,10 @@ def _checksums(played: Played) -> str:
         for name, hops in each.blocks_copied().items():
             for hop, (copies, blocks, size) in hops.items():
                 rows.append((each.title, name, hop, f"{copies:,}", f"{blocks:,} blocks", size))
-        for name, counts in each.statistics.items():
-            parts = counts["counts"]["handed_parts_verified"]
-            if parts:
-                done = counts["handoffs"].get("delivered", 0)
-                size = counts["counts"]["handed_bytes"]
-                rows.append((each.title, name, "handoff", f"{done:,}", f"{parts:,} parts", size))
-    drawn = "".join(
-        f"<tr><td>{escape(title)}</td><td>{escape(name)}</td><td>{escape(hop)}</td>"
-        f"<td class='num'>{times}</td><td class='num'>{what}</td>"
-        f"<td class='num'>{size / 1e6:,.1f}</td></tr>"
+        for name, (done, parts, size) in each.handoffs_taken().items():
+            rows.append((each.title, name, "handoff", f"{done:,}", f"{parts:,} parts", size))
+    drawn = (
+        [*map(escape, (title, name, hop)), times, what, f"{size / 1e6:,.1f}"]
         for title, name, hop, times, what, size in rows
     )
     corrupt = sum(each.total_of("blocks_corrupt") for each in played.rounds)
@@ -421,9 +417,7 @@ def _checksums(played: Played) -> str:
         "What was copied, and verified",
         f"<p class='soft'>Every block and every part has checksums, which are verified when it "
         f"arrives. {corrupt} did not agree. What does not agree is dropped and computed again.</p>",
-        "<div class='scroll'><table class='dense'><tr><th></th><th>instance</th><th>way</th>"
-        "<th class='num'>copies</th><th class='num'></th><th class='num'>MB</th></tr>"
-        f"{drawn}</table></div>",
+        _table(("", "instance", "way", ">copies", ">", ">MB"), drawn, " class='dense'"),
         kind="half",
     )
 
@@ -474,17 +468,12 @@ def _timelines(played: Played) -> str:
         f"</strong></p><div class='scroll'>{_drawn(_lanes(each), _start(each), longest)}</div>"
         for each in played.rounds
     )
-    keys = "".join(
-        f"<dt><i style='background:var(--{kind.colour})'></i>{escape(kind.name)}</dt>"
-        f"<dd>{escape(kind.about)}</dd>"
-        for kind in KINDS
-    )
     return _card(
         "What happened when",
         "<p class='soft'>A row for every client, then what the instances did meanwhile. Both "
         "pictures have the same scale. Point at a bar to read more.</p>",
         pictures,
-        f"<dl>{keys}</dl>",
+        _legend((kind.name, kind.colour, kind.about) for kind in KINDS),
     )
 
 
@@ -571,14 +560,11 @@ def _bar(bar: Bar, start: float, scale: float, top: int) -> str:
 
 
 def _answers(played: ChatRound) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(turn.chat)}</td>"
-        f"<td class='question'>{escape(turn.messages[-1]['content'])}</td>"
-        f"<td class='question'>{escape(turn.text)}</td></tr>"
-        for turn in played.turns
+    rows = (
+        map(escape, (turn.chat, turn.messages[-1]["content"], turn.text)) for turn in played.turns
     )
+    table = _table(("", "~asked", "~said"), rows)
     return (
         "<section class='card'><details><summary><strong>All questions and answers</strong>"
-        "</summary><div class='scroll'><table><tr><th></th><th>asked</th><th>said</th></tr>"
-        f"{rows}</table></div></details></section>"
+        f"</summary>{table}</details></section>"
     )

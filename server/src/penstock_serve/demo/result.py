@@ -58,6 +58,14 @@ class ChatRound:
         """A counter, summed over the instances."""
         return sum(each["counts"][name] for each in self.statistics.values())
 
+    def handoffs_taken(self) -> dict[str, tuple[int, int, int]]:
+        """Handoffs, their parts and bytes, by the instance that took them in and verified them."""
+        return {
+            name: (each["handoffs"].get("delivered", 0), parts, each["counts"]["handed_bytes"])
+            for name, each in self.statistics.items()
+            if (parts := each["counts"]["handed_parts_verified"])
+        }
+
     def first_token_s(self, *, later: bool) -> float:
         """The median wait for a first token: in first turns, or in later ones."""
         return median(self._waits(later=later))
