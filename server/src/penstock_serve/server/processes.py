@@ -55,6 +55,7 @@ RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
 # The ranks of an instance are on one machine: their collectives use the loopback interface.
 RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
 INSTANCE_MODULE = "penstock_serve.engine.instance"
+RANK_MODULE = "penstock_serve.engine.rank_process"
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """With one of these a user says how threads wait for each other."""
 
@@ -171,18 +172,31 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         spec = msgspec.structs.replace(
             spec, scheduler=private_address(IPC), secret=secrets.token_bytes(SECRET_BYTES)
         )
-    whole = ProcessSpec(
-        name=spec.name,
-        module=INSTANCE_MODULE,
-        arguments=(f"{spec.name}.spec", f"{spec.name}.report"),
-        descriptors=(f"{spec.name}.spec", f"{spec.name}.report"),
-        environment=_waits_asleep(),
+    whole = _process(spec.name, INSTANCE_MODULE, stop_s=STOP_S + spec.drain_s)
+    ranks = [
+        (
+            _process(f"{spec.name}-rank-{rank}", RANK_MODULE, RANK_ENVIRONMENT, stop_s=RANK_STOP_S),
+            RankSpec(instance=spec, rank=rank),
+        )
+        for rank in range(spec.ranks if spec.ranks > 1 else 0)
+    ]
+    return [*ranks, (whole, spec)]
+
+
+def _process(
+    name: str, module: str, environment: tuple[tuple[str, str], ...] = (), *, stop_s: float
+) -> ProcessSpec:
+    held = (f"{name}.spec", f"{name}.report")
+    return ProcessSpec(
+        name=name,
+        module=module,
+        arguments=held,
+        descriptors=held,
+        environment=(*environment, *_waits_asleep()),
         keeps=True,
         restart=RESTART,
-        stop_s=STOP_S + spec.drain_s,
+        stop_s=stop_s,
     )
-    ranks = [_rank_of(spec, rank) for rank in range(spec.ranks if spec.ranks > 1 else 0)]
-    return [*ranks, (whole, spec)]
 
 
 def _waits_asleep() -> tuple[tuple[str, str], ...]:
@@ -194,20 +208,3 @@ def _waits_asleep() -> tuple[tuple[str, str], ...]:
     if any(name in os.environ for name in WAIT_VARIABLES):
         return ()
     return ((WAIT_VARIABLES[0], "PASSIVE"),)
-
-
-def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
-    name = f"{spec.name}-rank-{rank}"
-    return (
-        ProcessSpec(
-            name=name,
-            module="penstock_serve.engine.rank_process",
-            arguments=(f"{name}.spec", f"{name}.report"),
-            descriptors=(f"{name}.spec", f"{name}.report"),
-            environment=(*RANK_ENVIRONMENT, *_waits_asleep()),
-            keeps=True,
-            restart=RESTART,
-            stop_s=RANK_STOP_S,
-        ),
-        RankSpec(instance=spec, rank=rank),
-    )
