@@ -23,7 +23,7 @@ import importlib.util
 import json
 import reprlib
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
@@ -321,57 +321,50 @@ def _is_plain_name(name: object) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class RankWeights:
     """What one rank takes of a checkpoint, in its dtype and on its device."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        share: Share,
-        *,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._share = share
-        self._head_dim = head_dim
-        self._dtype = dtype
-        self._device = device
+    checkpoint: Checkpoint
+    share: Share
+    _: KW_ONLY
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
 
     def whole(self, name: str) -> torch.Tensor:
         """A tensor that every rank has."""
-        return self._placed(self._checkpoint.rows(name))
+        return self._placed(self.checkpoint.rows(name))
 
     def query(self, name: str) -> torch.Tensor:
         """The rows of this rank's query heads."""
-        return self._placed(self._checkpoint.rows(name, self._scaled(self._share.heads)))
+        return self._placed(self.checkpoint.rows(name, self._scaled(self.share.heads)))
 
     def key_value(self, name: str) -> torch.Tensor:
         """The rows of this rank's KV heads."""
-        return self._placed(self._checkpoint.rows(name, self._scaled(self._share.kv_heads)))
+        return self._placed(self.checkpoint.rows(name, self._scaled(self.share.kv_heads)))
 
     def from_heads(self, name: str) -> torch.Tensor:
         """The columns that read this rank's query heads."""
-        return self._placed(self._checkpoint.columns(name, self._scaled(self._share.heads)))
+        return self._placed(self.checkpoint.columns(name, self._scaled(self.share.heads)))
 
     def up(self, name: str) -> torch.Tensor:
         """This rank's rows of the MLP."""
-        return self._placed(self._checkpoint.rows(name, self._share.intermediate))
+        return self._placed(self.checkpoint.rows(name, self.share.intermediate))
 
     def down(self, name: str) -> torch.Tensor:
         """The columns that read this rank's part of the MLP."""
-        return self._placed(self._checkpoint.columns(name, self._share.intermediate))
+        return self._placed(self.checkpoint.columns(name, self.share.intermediate))
 
     def output(self, name: str) -> torch.Tensor:
         """This rank's rows of the vocabulary."""
-        return self._placed(self._checkpoint.rows(name, self._share.vocabulary))
+        return self._placed(self.checkpoint.rows(name, self.share.vocabulary))
 
     def _scaled(self, heads: range) -> range:
-        return range(heads.start * self._head_dim, heads.stop * self._head_dim)
+        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
 class WeightsNotLoaded(UnavailableError):  # noqa: N818 - what happened to the weights

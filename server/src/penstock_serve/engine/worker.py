@@ -136,23 +136,15 @@ class CpuLane:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class Pending:
     """A step under way."""
 
-    def __init__(
-        self,
-        number: int,
-        choice: SampledBatch | None,
-        mark: StepMark,
-        scores: Sequence[Named] = (),
-        *,
-        handed: Peers | None = None,
-    ) -> None:
-        self.number = number
-        self._handed = handed
-        self._choice = choice
-        self._mark = mark
-        self._scores = scores
+    number: int
+    choice: SampledBatch | None
+    mark: StepMark
+    scores: Sequence[Named] = ()
+    handed: Peers | None = None
 
     def result(self, deadline: float) -> StepResult | None:
         """Its result; waits for it until the deadline, on the monotonic clock."""
@@ -160,19 +152,18 @@ class Pending:
             return None
         return StepResult(
             self.number,
-            [] if self._choice is None else self._choice.read(),
-            scored=[named.read() for named in self._scores],
+            [] if self.choice is None else self.choice.read(),
+            scored=[named.read() for named in self.scores],
         )
 
     def _wait(self, deadline: float) -> bool:
-        handed = self._handed
-        if handed is None:
-            return self._mark.wait(deadline - time.monotonic())
+        if self.handed is None:
+            return self.mark.wait(deadline - time.monotonic())
         # KV goes out, or comes in, while the device computes.
-        while not self._mark.wait(0.0 if time.monotonic() >= deadline else DRIVE_S):
+        while not self.mark.wait(0.0 if time.monotonic() >= deadline else DRIVE_S):
             if time.monotonic() >= deadline:
                 return False
-            handed.drive(DRIVE_S)
+            self.handed.drive(DRIVE_S)
         return True
 
 
@@ -235,7 +226,7 @@ class Worker:
             self.steps.submitted(lane.stream, sheet.slots())
         self._chosen = None if choice is None else choice.tokens
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
-        return Pending(step.number, choice, mark, scores, handed=self.handed)
+        return Pending(step.number, choice, mark, scores, self.handed)
 
     def give_back_weights(self) -> int:
         """Returns the memory of the weights to the system, until `load_weights`.
@@ -352,15 +343,11 @@ class LoadedRank:
     architecture: Architecture
 
 
-def _ignore_progress(_layers: int, _of: int) -> None:
-    pass
-
-
 def load_rank(
     spec: InstanceSpec,
     *,
     rank: int = 0,
-    progress: Callable[[int, int], None] = _ignore_progress,
+    progress: Callable[[int, int], None] = lambda _layers, _of: None,
 ) -> LoadedRank:
     """Loads the weights of one rank and allocates its device blocks.
 

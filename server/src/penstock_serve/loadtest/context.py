@@ -129,6 +129,7 @@ def fit_profile(profile: Profile, counts: TokenCounts, context: int) -> Profile:
     return replace(profile, turns=turns)
 
 
+@dataclass(slots=True)
 class CutSessions:
     """Sessions of one turn, cut so that prompt and answer fit into a context together.
 
@@ -136,24 +137,21 @@ class CutSessions:
     lost something.
     """
 
-    def __init__(
-        self, sessions: Iterable[ScriptSession], counts: TokenCounts, context: int
-    ) -> None:
-        self.cut = 0
-        self._sessions = sessions
-        self._counts = counts
-        self._context = context
+    sessions: Iterable[ScriptSession]
+    counts: TokenCounts
+    context: int
+    cut: int = 0
 
     def __iter__(self) -> Iterator[ScriptSession]:
-        for session in self._sessions:
+        for session in self.sessions:
             fitted = replace(session, turns=tuple(map(self._fitted, session.turns)))
             self.cut += fitted != session
             yield fitted
 
     def _fitted(self, turn: ScriptTurn) -> ScriptTurn:
         # An answer gets no more than half, so that there is always a prompt.
-        output = min(turn.output_tokens, max(1, self._context // 2))
-        words = self._counts.words(self._context - output, messages=len(turn.messages))
+        output = min(turn.output_tokens, max(1, self.context // 2))
+        words = self.counts.words(self.context - output, messages=len(turn.messages))
         messages = tuple(
             replace(each, content=" ".join(each.content.split(" ")[: max(1, words)]))
             for each in turn.messages

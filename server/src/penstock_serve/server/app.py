@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -101,14 +101,14 @@ class Server:
         self._settings = settings
         self._guard = Guard(api_key, read_hosts(settings.allowed_hosts))
         admission = Admission(settings.requests_max)
-        report = LiveReport(router, metrics, admission, model=model, expected=instances)
+        report = LiveReport(router, metrics, admission, model, instances)
         self.live = LiveFeed(report.gather, self._guard)
         self._asking = TextEndpoint(
-            router,
-            Encoder(text),
-            text,
-            metrics,
-            admission,
+            router=router,
+            encoder=Encoder(text),
+            text=text,
+            metrics=metrics,
+            admission=admission,
             model=model,
             defaults=defaults,
         )
@@ -362,6 +362,7 @@ class _Said:
         self.at = time.monotonic()
 
 
+@dataclass(slots=True)
 class LiveReport:
     """Makes the documents about a server: every instance asked once, and what the server saw.
 
@@ -369,60 +370,50 @@ class LiveReport:
     it said last is shown until it answers, and after `SILENT_S` its silence is a reason to worry.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        metrics: ServerMetrics,
-        admission: Admission,
-        *,
-        model: str,
-        expected: int,
-    ) -> None:
-        """Makes it; it asks nobody yet."""
-        self._router = router
-        self._metrics = metrics
-        self._admission = admission
-        self._model = model
-        self._expected = expected
-        self._said: dict[InstanceLink, _Said] = {}
+    router: Router
+    metrics: ServerMetrics
+    admission: Admission
+    model: str
+    expected: int
+    said: dict[InstanceLink, _Said] = field(default_factory=dict)
 
     async def gather(self) -> bytes:
         """A document, as JSON."""
         await self._ask()
         now = time.monotonic()
-        links = [link for link in self._router.ready if self._said[link].statistics]
+        links = [link for link in self.router.ready if self.said[link].statistics]
         return msgspec.json.encode(
             ServerLive(
                 version=__version__,
                 now=now,
-                model=self._model,
+                model=self.model,
                 health=self._health(now),
-                under_way=self._admission.running,
-                requests_max=self._admission.limit,
-                retries=self._router.retries,
-                instances=[msgspec.Raw(self._said[link].statistics) for link in links],
-                traffic=self._metrics.traffic.report(now),
+                under_way=self.admission.running,
+                requests_max=self.admission.limit,
+                retries=self.router.retries,
+                instances=[msgspec.Raw(self.said[link].statistics) for link in links],
+                traffic=self.metrics.traffic.report(now),
             )
         )
 
     async def _ask(self) -> None:
         """Asks every instance that has answered the last question, and waits a moment."""
-        ready = self._router.ready
-        self._said = {link: self._said.get(link) or _Said(at=time.monotonic()) for link in ready}
+        ready = self.router.ready
+        self.said = {link: self.said.get(link) or _Said(at=time.monotonic()) for link in ready}
         questions = []
-        for link, said in self._said.items():
+        for link, said in self.said.items():
             if said.question is None:
                 said.question = asyncio.create_task(link.ask("statistics"))
                 said.question.add_done_callback(_note_loss)
             questions.append(said.question)
         if questions:
-            waits = all(said.statistics for said in self._said.values())
+            waits = all(said.statistics for said in self.said.values())
             await asyncio.wait(questions, timeout=WAIT_S if waits else FIRST_WAIT_S)
-        for said in self._said.values():
+        for said in self.said.values():
             said.take()
 
     def _health(self, now: float) -> LiveHealth:
-        router = self._router
+        router = self.router
         state = router.gate.state
         is_ready = bool(router.answering) and state is ServerState.RUNNING
         status = state.value
@@ -431,12 +422,12 @@ class LiveReport:
         return health_of(is_ready=is_ready, status=status, why=list(self._reasons(now)))
 
     def _reasons(self, now: float) -> Iterator[str]:
-        router = self._router
+        router = self.router
         if router.gate.state is not ServerState.RUNNING:
             yield f"the server is {router.gate.state.value}"
-        missing = self._expected - len(router.links)
+        missing = self.expected - len(router.links)
         if missing > 0:
-            yield f"{missing} of {self._expected} instances ended; the log says why"
+            yield f"{missing} of {self.expected} instances ended; the log says why"
         if not router.answering and router.gate.state is ServerState.RUNNING:
             yield "no instance can answer requests"
         for link in router.links:
@@ -453,11 +444,11 @@ class LiveReport:
             yield f"{link.name} ends after {counted(link.load, 'request')}"
         if link.held_back:
             yield f"{link.name} gets no requests: {link.held_back}"
-        said = self._said.get(link, _Said(at=now))
+        said = self.said.get(link, _Said(at=now))
         if now - said.at > SILENT_S:
             yield f"{link.name} has not answered for {now - said.at:.0f} s: it is busy, or stuck"
         if said.head is not None:
-            if said.head.state != "running" and self._router.gate.state is ServerState.RUNNING:
+            if said.head.state != "running" and self.router.gate.state is ServerState.RUNNING:
                 yield f"{link.name} is {said.head.state}"
             yield from (f"{link.name}: {reason}" for reason in said.head.health.reasons)
 

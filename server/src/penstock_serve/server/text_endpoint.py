@@ -60,27 +60,17 @@ if TYPE_CHECKING:
     from penstock_serve.server.router import Router
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextEndpoint:
     """Turns requests for text into responses."""
 
-    def __init__(
-        self,
-        router: Router,
-        encoder: Encoder,
-        text: Text,
-        metrics: ServerMetrics,
-        admission: Admission,
-        *,
-        model: str,
-        defaults: Sampling,
-    ) -> None:
-        self._router = router
-        self._encoder = encoder
-        self._text = text
-        self._metrics = metrics
-        self._admission = admission
-        self._model = model
-        self._defaults = defaults
+    router: Router
+    encoder: Encoder
+    text: Text
+    metrics: ServerMetrics
+    admission: Admission
+    model: str
+    defaults: Sampling
 
     async def completions(self, body: bytes, tenant: str) -> ASGIApp:
         """The response to `POST /v1/completions`."""
@@ -93,15 +83,13 @@ class TextEndpoint:
         for at, prompt in enumerate(request.prompts):
             param = "prompt" if len(request.prompts) == 1 else f"prompt[{at}]"
             if isinstance(prompt, str):
-                tokens = await self._encoder.encode(prompt, longest=longest, param=param)
+                tokens = await self.encoder.encode(prompt, longest=longest, param=param)
             else:
                 tokens = prompt
             _require_length(tokens, longest=longest, param=param)
             prompts.append(tokens)
         texts = [
-            (given if isinstance(given, str) else self._text.decode(given))
-            if request.echo
-            else None
+            (given if isinstance(given, str) else self.text.decode(given)) if request.echo else None
             for given in request.prompts
         ]
         return self._answer(request, prompts, texts, tenant=tenant, chat=False)
@@ -113,7 +101,7 @@ class TextEndpoint:
         if refused is not None:
             return refused
         longest = self._facts.positions - 1
-        tokens = await self._encoder.encode_chat(
+        tokens = await self.encoder.encode_chat(
             request.messages, longest=longest, variables=request.chat_template_kwargs
         )
         _require_length(tokens, longest=longest, param="messages")
@@ -121,28 +109,28 @@ class TextEndpoint:
 
     def require_model(self, name: str | None) -> None:
         """Refuses a request for another model."""
-        if name not in {None, self._model}:
+        if name not in {None, self.model}:
             raise BadRequest(
-                f"model is {shown(name)}, must be {self._model!r}", param="model", status=404
+                f"model is {shown(name)}, must be {self.model!r}", param="model", status=404
             )
 
     def _refusal(self, request: TextRequest, count: int = 1) -> ASGIApp | None:
         """The error response, if it cannot be answered now; checked before encoding."""
         self.require_model(request.model)
-        if count > self._admission.limit:
+        if count > self.admission.limit:
             raise BadRequest(
-                f"prompt has {count} entries, must have at most {self._admission.limit}, which is "
+                f"prompt has {count} entries, must have at most {self.admission.limit}, which is "
                 "how many requests may be under way",
                 param="prompt",
             )
-        refusal = self._admission.refusal(count)
+        refusal = self.admission.refusal(count)
         if refusal:
-            self._metrics.requests.labels("refused").inc()
+            self.metrics.requests.labels("refused").inc()
             return errors.busy(refusal)
-        if self._router.gate.refuses:
-            self._metrics.requests.labels("refused").inc()
-            return errors.paused(str(self._router.gate.refusal()))
-        if not self._router.answering:
+        if self.router.gate.refuses:
+            self.metrics.requests.labels("refused").inc()
+            return errors.paused(str(self.router.gate.refusal()))
+        if not self.router.answering:
             return errors.unavailable("no instance is ready")
         return None
 
@@ -153,7 +141,7 @@ class TextEndpoint:
 
     @property
     def _facts(self) -> ms.InstanceReady:
-        facts = self._router.answering[0].ready
+        facts = self.router.answering[0].ready
         assert facts is not None
         return facts
 
@@ -166,14 +154,14 @@ class TextEndpoint:
         tenant: str,
         chat: bool,
     ) -> ASGIApp:
-        if not self._router.answering:
+        if not self.router.answering:
             # All instances were lost while the prompt was encoded.
             return errors.unavailable("no instance is ready")
         facts = self._facts
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         readers = [
             AnswerReader(
-                self._text,
+                self.text,
                 request,
                 self._submit(
                     request, tokens, facts, name=f"{name}-{at}" if at else name, tenant=tenant
@@ -187,17 +175,17 @@ class TextEndpoint:
             readers=readers,
             form=AnswerFormat(
                 id=name,
-                model=self._model,
+                model=self.model,
                 chat=chat,
                 logprobs=request.logprobs is not None,
                 tiers=facts.tiers,
-                text=self._text,
+                text=self.text,
             ),
             stream=request.stream,
             includes_usage=request.include_usage,
-            router=self._router,
-            metrics=self._metrics,
-            admission=self._admission,
+            router=self.router,
+            metrics=self.metrics,
+            admission=self.admission,
         )
 
     def _submit(
@@ -219,7 +207,7 @@ class TextEndpoint:
             stop_tokens=frozenset(request.stop_token_ids),
             answers=request.n,
             sampling=replace(
-                self._defaults,
+                self.defaults,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
                 logit_bias=request.logit_bias,
