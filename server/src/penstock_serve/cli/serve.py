@@ -313,7 +313,8 @@ class StartProgress:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._bars = _bars() if sys.stderr.isatty() and not _logs_json(config) else None
+        logs_json = config.serve is not None and config.serve.log_json
+        self._bars = _bars() if sys.stderr.isatty() and not logs_json else None
         self._tasks: dict[str, TaskID] = {}
         self._quarters: dict[str, int] = {}
 
@@ -393,10 +394,6 @@ def _bars() -> rich.progress.Progress:
         console=Console(stderr=True),
         transient=True,
     )
-
-
-def _logs_json(config: Config) -> bool:
-    return config.serve is not None and config.serve.log_json
 
 
 def _who(config: Config) -> str:

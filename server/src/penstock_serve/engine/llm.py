@@ -54,7 +54,6 @@ SEED_MAX = 1 << 62
 WAIT_S = 1.0
 STALLED_S = 600.0
 """No token for this long means a defect: a step takes seconds at most."""
-"""How long the store of a disk may take to change its size."""
 WEIGHTS_LEVEL = 2
 """The level of sleep at which the weights are given back."""
 

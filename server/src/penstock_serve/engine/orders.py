@@ -150,9 +150,7 @@ class Orders:
         return ""
 
     def _answer(self, order: int, problem: str = "", digest: str = "") -> None:
-        self._send_result(order, ms.OrderResult(problem=problem, digest=digest))
-
-    def _send_result(self, order: int, result: ms.OrderResult) -> None:
+        result = ms.OrderResult(problem=problem, digest=digest)
         self._send(ms.AskAnswer(id=order, json=msgspec.json.encode(result)))
 
 

@@ -58,13 +58,13 @@ class InstanceLink:
         """Why it is gone, if it is."""
         self.loading: dict[int, ms.LoadProgress] = {}
         """The loading progress of each rank."""
-        self.on_kv_events: Callable[[InstanceLink, list[KvEvent]], None] = _ignore_events
+        self.on_kv_events: Callable[[InstanceLink, list[KvEvent]], None] = lambda *_: None
         """Called with changes of what the instance caches."""
         self.reasons: list[str] = []
         """What is lost or off in its cache, and why."""
-        self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
+        self.on_ready: Callable[[InstanceLink], None] = lambda *_: None
         """Called before `on_change` when the instance accepts requests."""
-        self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = _ignore_failure
+        self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = lambda *_: None
         """Called when the instance could not open a pair."""
         self._channel = channel
         self._on_change = on_change
@@ -284,15 +284,3 @@ class InstanceLink:
             if not answer.done():
                 answer.set_exception(InstanceLost(why))
         self._on_change(self)
-
-
-def _ignore_events(_link: InstanceLink, _events: list[KvEvent]) -> None:
-    pass
-
-
-def _ignore_failure(_link: InstanceLink, _failed: ms.PairFailed) -> None:
-    pass
-
-
-def _ignore_ready(_link: InstanceLink) -> None:
-    pass

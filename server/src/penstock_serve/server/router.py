@@ -292,7 +292,7 @@ class Router:
         self.gate = gate or RequestGate()
         self._recorder = recorder
         self._salt = salt
-        self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
+        self.on_ready: Callable[[InstanceLink], None] = lambda _link: None
         """Called when an instance is ready, before it gets any request."""
         self.links: list[InstanceLink] = []
         self.pairs = PairTable()
@@ -619,10 +619,6 @@ class Router:
 def is_usable(link: InstanceLink) -> bool:
     """Whether an instance may get requests."""
     return link.ready is not None and not link.leaving and not link.held_back
-
-
-def _ignore_ready(_link: InstanceLink) -> None:
-    pass
 
 
 class PromptKeys:

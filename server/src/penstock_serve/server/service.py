@@ -223,16 +223,12 @@ def serve(
     in use, or no instance is left.
     """
     # The supervisor is started before the event loop and its threads.
-    with Supervisor.start() as supervisor, _stop_signal() as stop:
+    with Supervisor.start() as supervisor, StopSignal((signal.SIGINT, signal.SIGTERM)) as stop:
         if bound is None:
             asyncio.run(_join(config, supervisor, stop))
         else:
             asyncio.run(_serve(config, supervisor, progress, bound, stop, api_key))
         _end_at_once_if_asked_again(stop)
-
-
-def _stop_signal() -> StopSignal:
-    return StopSignal((signal.SIGINT, signal.SIGTERM))
 
 
 def _end_at_once_if_asked_again(stop: StopSignal) -> None:
