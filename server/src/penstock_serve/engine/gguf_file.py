@@ -259,15 +259,6 @@ _SCALARS = {
 """Kinds of values by their number in the file. Big-endian files are refused by their version."""
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _ARRAY_HEAD = struct.Struct("<IQ")
-_PLAIN_TYPES = {
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "I8": np.int8,
-    "I16": np.int16,
-    "I32": np.int32,
-    "I64": np.int64,
-}
 
 
 class _Field(NamedTuple):
@@ -285,6 +276,7 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]
     """The innermost size first, as the file has it."""
     data: np.ndarray[Any, Any]
+    """Its bytes, a row of them for each row of the tensor."""
 
 
 class GgufHeader:
@@ -390,11 +382,7 @@ class GgufHeader:
         length = prod(rows) * (last // block) * size
         self._within(begin + length)
         data = np.frombuffer(self._data, np.uint8, length, begin)
-        plain = _PLAIN_TYPES.get(stored.name)
-        if plain is not None:
-            data = data.view(plain).reshape(*rows, last) if shape else data.view(plain)
-        else:
-            data = data.reshape(*rows, last // block * size)
+        data = data.reshape(*rows, last // block * size)
         return GgufTensor(name, stored, shape, data)
 
     def _alignment(self) -> int:
