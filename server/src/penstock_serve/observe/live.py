@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 SLICE_S = 10.0
 SLICES_KEPT = 60
 """Ten minutes."""
+KINDS = ("warm", "cold", "between")
+"""Times to the first token of warm prompts and of others, and from one token to the next."""
 SAMPLES_A_SLICE = 64
 """The last ones; their median is the time of the slice."""
 SAMPLES_KEPT = 256
@@ -150,16 +152,12 @@ class _Slice:
 
     def __init__(self, at: float) -> None:
         self.report = SliceReport(at=at, found={})
-        self._times: dict[bool, deque[float]] = {
-            True: deque(maxlen=SAMPLES_A_SLICE),
-            False: deque(maxlen=SAMPLES_A_SLICE),
-        }
-        self._gaps: deque[float] = deque(maxlen=SAMPLES_A_SLICE)
+        self._times = {kind: deque[float](maxlen=SAMPLES_A_SLICE) for kind in KINDS}
 
     def add_tokens(self, generated: int, gap_s: float | None) -> None:
         self.report.generated += generated
         if gap_s is not None:
-            self._gaps.append(gap_s)
+            self._times["between"].append(gap_s)
 
     def add(self, record: RequestRecord, seconds: float, *, is_warm: bool) -> None:
         report = self.report
@@ -167,13 +165,12 @@ class _Slice:
         report.prompt_tokens += record.prompt_tokens or 0
         for source, tokens in record.found.items():
             report.found[source] = report.found.get(source, 0) + tokens
-        self._times[is_warm].append(seconds)
+        self._times["warm" if is_warm else "cold"].append(seconds)
 
     def settle(self) -> None:
         """Brings the medians up to date."""
-        self.report.warm_p50_s = quantile(sorted(self._times[True]), 0.5)
-        self.report.cold_p50_s = quantile(sorted(self._times[False]), 0.5)
-        self.report.between_p50_s = quantile(sorted(self._gaps), 0.5)
+        for kind, times in self._times.items():
+            setattr(self.report, f"{kind}_p50_s", quantile(sorted(times), 0.5))
 
 
 class Traffic:
@@ -184,12 +181,8 @@ class Traffic:
         self._slices: deque[SliceReport] = deque(maxlen=SLICES_KEPT)
         """The last one is that of `_growing`."""
         self._growing: _Slice | None = None
-        self._times: dict[bool, deque[_Sample]] = {
-            True: deque(maxlen=SAMPLES_KEPT),
-            False: deque(maxlen=SAMPLES_KEPT),
-        }
-        """When a first token came, and how long it took, of warm prompts and of the others."""
-        self._gaps: deque[_Sample] = deque(maxlen=SAMPLES_KEPT)
+        self._times = {kind: deque[_Sample](maxlen=SAMPLES_KEPT) for kind in KINDS}
+        """When a first token came, and how long it took; when a token came after another."""
         self._since: float | None = None
         """When the first request came."""
         self._outcomes: dict[str, int] = {}
@@ -209,13 +202,14 @@ class Traffic:
         record.found = found
         record.first_token_s = seconds = now - record.began
         self._slice_at(now).add(record, seconds, is_warm=is_warm)
-        self._times[is_warm].append(_Sample(now, seconds, record.prompt_tokens or 0))
+        sample = _Sample(now, seconds, record.prompt_tokens or 0)
+        self._times["warm" if is_warm else "cold"].append(sample)
 
     def token(self, *, generated: int, gap_s: float | None, now: float) -> None:
         """A piece of an answer is there."""
         self._slice_at(now).add_tokens(generated, gap_s)
         if gap_s is not None:
-            self._gaps.append(_Sample(now, gap_s))
+            self._times["between"].append(_Sample(now, gap_s))
 
     def end(self, record: RequestRecord, *, outcome: str, generated: int, now: float) -> None:
         """All answers to a prompt have ended."""
@@ -231,19 +225,17 @@ class Traffic:
         since = now - SLICE_S * SLICES_KEPT
         newest = list(self._records)[-RECORDS_SHOWN:]
         slices = [each for each in self._slices if each.at > since]
-        for kept in (*self._times.values(), self._gaps):
+        for kept in self._times.values():
             while kept and kept[0].at < since:
                 kept.popleft()
         return TrafficReport(
             slice_s=SLICE_S,
             slices=slices,
-            warm=_times_of(self._times[True]),
-            cold=_times_of(self._times[False]),
             outcomes=dict(self._outcomes),
             requests=newest[::-1],
-            between=_times_of(self._gaps),
             rates=rates_of(slices, since=now if self._since is None else self._since, now=now),
-            alike=_alike(self._times[True], self._times[False]),
+            alike=_alike(self._times["warm"], self._times["cold"]),
+            **{kind: _times_of(times) for kind, times in self._times.items()},
         )
 
     def _slice_at(self, now: float) -> _Slice:
