@@ -42,7 +42,7 @@ from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog
 from penstock_serve.server.http import GuardedApp, HttpServer, serve_until_stopped
 from penstock_serve.server.live_feed import LiveFeed
-from penstock_serve.server.vllm_server import VllmAnswer, VllmFailure, VllmRequest
+from penstock_serve.server.vllm_server import VllmFailure, fetch
 
 if TYPE_CHECKING:
     import socket
@@ -100,19 +100,10 @@ class _Watched:
         self.cause, self.page = cause, None
 
     async def _text(self) -> str:
-        answer = VllmAnswer(str(self.url), SCRAPE_S)
-        body = bytearray()
-        try:
-            await answer.begin(self.url, VllmRequest(method="GET", path="/metrics"))
-            while part := await answer.next_part():
-                body += part
-                if len(body) > PAGE_BYTES_MAX:
-                    raise VllmFailure(f"answered with more than {PAGE_BYTES_MAX} bytes")
-        finally:
-            answer.close()
+        answer = await fetch(self.url, "/metrics", timeout_s=SCRAPE_S, bytes_max=PAGE_BYTES_MAX)
         if answer.status != 200:
             raise VllmFailure(f"answered GET /metrics with status {answer.status}")
-        return body.decode()
+        return answer.body.decode()
 
     def _take(self, page: EnginePage, now: float) -> None:
         before, past = self.page, now - self.at

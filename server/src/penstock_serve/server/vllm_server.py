@@ -247,7 +247,7 @@ class VllmAnswer:
             raise self._failure("closed the connection within its answer")
         return b""
 
-    async def whole(self, begun: bytes = b"") -> WholeAnswer:
+    async def whole(self, begun: bytes = b"", *, bytes_max: int = ANSWER_BYTES_MAX) -> WholeAnswer:
         """Receives the rest of the body; `begun` is what has been received of it.
 
         Raises `VllmFailure`: the answer breaks off, or is too long.
@@ -255,8 +255,8 @@ class VllmAnswer:
         body = bytearray(begun)
         while part := await self.next_part():
             body += part
-            if len(body) > ANSWER_BYTES_MAX:
-                raise self._failure(f"answered with more than {ANSWER_BYTES_MAX} bytes")
+            if len(body) > bytes_max:
+                raise self._failure(f"answered with more than {bytes_max} bytes")
         return WholeAnswer(self.status, self.headers, bytes(body))
 
     def abort(self, cause: str) -> None:
@@ -304,6 +304,21 @@ class VllmAnswer:
         self, problem: str, verdict: FailureVerdict = FailureVerdict.SILENT
     ) -> VllmFailure:
         return VllmFailure(f"{self._server} {self._aborted or problem}", verdict=verdict)
+
+
+async def fetch(
+    url: ServerUrl, path: str, *, timeout_s: float, bytes_max: int = ANSWER_BYTES_MAX
+) -> WholeAnswer:
+    """The answer to a GET.
+
+    Raises `VllmFailure`: there is none, or none that is whole.
+    """
+    answer = VllmAnswer(str(url), timeout_s)
+    try:
+        await answer.begin(url, VllmRequest(method="GET", path=path))
+        return await answer.whole(bytes_max=bytes_max)
+    finally:
+        answer.close()
 
 
 def _verdict_of(error: OSError) -> FailureVerdict:
@@ -430,27 +445,18 @@ class VllmServer:
             self._fall(problem, verdict)
 
     async def _problem(self) -> str:
-        """What it says is wrong with it; empty if nothing is.
+        """What it says is wrong with it; empty if nothing is. Whoever calls this has a timeout.
 
         Raises `VllmFailure`: it says nothing.
         """
-        health = await self._get("/health")
+        health = await fetch(self.url, "/health", timeout_s=2 * CHECK_S)
         if health.status != 200:
             return f"answered GET /health with status {health.status}"
         if not self.version or self.is_silent:
-            self.version = _version_in(await self._get("/version"))
+            self.version = _version_in(await fetch(self.url, "/version", timeout_s=2 * CHECK_S))
         if not self.version:
             return "is no vLLM server: GET /version does not say vLLM's version"
         return ""
-
-    async def _get(self, path: str) -> WholeAnswer:
-        # Whoever calls this has the shorter timeout.
-        answer = VllmAnswer(self.name, 2 * CHECK_S)
-        try:
-            await answer.begin(self.url, VllmRequest(method="GET", path=path))
-            return await answer.whole()
-        finally:
-            answer.close()
 
     def _rise(self) -> None:
         if not self.is_up:
