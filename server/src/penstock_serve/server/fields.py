@@ -136,58 +136,53 @@ _NO_TOOLS = _left_out("this server calls no tools")
 _NO_GRAMMAR = _left_out("answers follow no grammar here")
 _NO_TEMPLATE = _left_out("messages are put together by the model's own chat template")
 
-NOT_DONE: Mapping[str, Read] = {
+_UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     # OpenAI's.
-    "store": only((False,), why="false: answers are not stored here"),
-    "service_tier": only(("auto", "default"), why="'auto' or 'default': there is one tier"),
-    "tools": only(([],), why=_NO_TOOLS),
-    "tool_choice": only(("none", "auto"), why="'none': this server calls no tools"),
-    "parallel_tool_calls": only(
-        (False, True), why="true or false, which changes nothing: no tools"
-    ),
-    "functions": only(([],), why=_NO_TOOLS),
-    "function_call": only(("none", "auto"), why="'none': this server calls no tools"),
-    "modalities": only((["text"],), why="['text']"),
-    "audio": only((), why=_left_out("answers are text")),
-    "prediction": only((), why=_left_out("answers are not predicted")),
-    "reasoning_effort": only(("none",), why="'none': models here do not reason apart"),
-    "verbosity": only(("medium",), why="'medium': answers are as long as the model makes them"),
-    "web_search_options": only((), why=_left_out("nothing is searched")),
-    "suffix": only(("",), why=_left_out("answers only follow a prompt")),
+    "store": ((False,), "false: answers are not stored here"),
+    "service_tier": (("auto", "default"), "'auto' or 'default': there is one tier"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), "'none': this server calls no tools"),
+    "parallel_tool_calls": ((False, True), "true or false, which changes nothing: no tools"),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), "'none': this server calls no tools"),
+    "modalities": ((["text"],), "['text']"),
+    "audio": ((), _left_out("answers are text")),
+    "prediction": ((), _left_out("answers are not predicted")),
+    "reasoning_effort": (("none",), "'none': models here do not reason apart"),
+    "verbosity": (("medium",), "'medium': answers are as long as the model makes them"),
+    "web_search_options": ((), _left_out("nothing is searched")),
+    "suffix": (("",), _left_out("answers only follow a prompt")),
     # Of other servers, whose clients send them with the default value.
-    "use_beam_search": only((False,), why="false: beams are not searched"),
-    "length_penalty": only((1,), why="1: beams are not searched"),
-    "early_stopping": only((False,), why="false: beams are not searched"),
-    "include_stop_str_in_output": only(
-        (False,), why="false: what stops an answer is no part of it"
-    ),
-    "skip_special_tokens": only((True,), why="true: special tokens are no part of an answer"),
-    "spaces_between_special_tokens": only(
-        (True, False), why="true or false, which changes nothing"
-    ),
-    "detokenize": only((True,), why="true: answers are text"),
-    "truncate_prompt_tokens": only((), why=_left_out("prompts are never cut")),
-    "prompt_logprobs": only((), why=_left_out("`echo` with `logprobs` returns them")),
-    "add_special_tokens": only((True,), why="true"),
-    "return_tokens_as_token_ids": only((False,), why="false: `token_id` is beside each token"),
-    "return_token_ids": only((False,), why="false: `token_id` is beside each token"),
-    "allowed_token_ids": only(([],), why=_left_out("`logit_bias` can do the same")),
-    "bad_words": only(([],), why=_left_out("`logit_bias` can do the same")),
-    "logits_processors": only(([],), why=_left_out("there are none here")),
-    "guided_json": only((), why=_NO_GRAMMAR),
-    "guided_regex": only((), why=_NO_GRAMMAR),
-    "guided_choice": only((), why=_NO_GRAMMAR),
-    "guided_grammar": only((), why=_NO_GRAMMAR),
-    "structured_outputs": only((), why=_NO_GRAMMAR),
-    "cache_salt": only((), why=_left_out("the header x-penstock-tenant keeps caches apart")),
-    "kv_transfer_params": only((), why=_left_out("pairs are chosen by the router")),
-    "documents": only(([],), why=_NO_TEMPLATE),
-    "chat_template": only((), why=_NO_TEMPLATE),
-    "chat_template_kwargs": only(({},), why=_left_out("only chats have a template")),
-    "add_generation_prompt": only((True,), why="true: the assistant speaks next"),
-    "continue_final_message": only((False,), why="false: the assistant speaks next"),
+    "use_beam_search": ((False,), "false: beams are not searched"),
+    "length_penalty": ((1,), "1: beams are not searched"),
+    "early_stopping": ((False,), "false: beams are not searched"),
+    "include_stop_str_in_output": ((False,), "false: what stops an answer is no part of it"),
+    "skip_special_tokens": ((True,), "true: special tokens are no part of an answer"),
+    "spaces_between_special_tokens": ((True, False), "true or false, which changes nothing"),
+    "detokenize": ((True,), "true: answers are text"),
+    "truncate_prompt_tokens": ((), _left_out("prompts are never cut")),
+    "prompt_logprobs": ((), _left_out("`echo` with `logprobs` returns them")),
+    "add_special_tokens": ((True,), "true"),
+    "return_tokens_as_token_ids": ((False,), "false: `token_id` is beside each token"),
+    "return_token_ids": ((False,), "false: `token_id` is beside each token"),
+    "allowed_token_ids": (([],), _left_out("`logit_bias` can do the same")),
+    "bad_words": (([],), _left_out("`logit_bias` can do the same")),
+    "logits_processors": (([],), _left_out("there are none here")),
+    "guided_json": ((), _NO_GRAMMAR),
+    "guided_regex": ((), _NO_GRAMMAR),
+    "guided_choice": ((), _NO_GRAMMAR),
+    "guided_grammar": ((), _NO_GRAMMAR),
+    "structured_outputs": ((), _NO_GRAMMAR),
+    "cache_salt": ((), _left_out("the header x-penstock-tenant keeps caches apart")),
+    "kv_transfer_params": ((), _left_out("pairs are chosen by the router")),
+    "documents": (([],), _NO_TEMPLATE),
+    "chat_template": ((), _NO_TEMPLATE),
+    "chat_template_kwargs": (({},), _left_out("only chats have a template")),
+    "add_generation_prompt": ((True,), "true: the assistant speaks next"),
+    "continue_final_message": ((False,), "false: the assistant speaks next"),
 }
-"""Unsupported fields, each with its neutral values."""
+"""Fields with their neutral values, and what is right instead of any other."""
+NOT_DONE = {name: only(neutral, why) for name, (neutral, why) in _UNSUPPORTED.items()}
 
 
 def read_fields(
