@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from html import escape
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -271,43 +273,33 @@ class ComparedRow:
         return f"× {after / before if self.more_is_better else before / after:.2f}"
 
 
-def _spread_rows(
-    title: str, spread: Callable[[LoadReport], TimeSpread | None], *names: str
-) -> list[ComparedRow]:
-    def reads(name: str) -> Callable[[LoadReport], float | None]:
-        def value(report: LoadReport) -> float | None:
-            found = spread(report)
-            return None if found is None else float(getattr(found, f"{name}_s")) * 1000
+def _spread_rows(title: str, field: str, *names: str) -> list[ComparedRow]:
+    def value(name: str, report: LoadReport) -> float | None:
+        spread: TimeSpread | None = getattr(report, field)
+        return None if spread is None else 1000 * float(getattr(spread, f"{name}_s"))
 
-        return value
+    return [
+        ComparedRow(title=f"{title}, {name}", unit="ms", value=partial(value, name))
+        for name in names
+    ]
 
-    return [ComparedRow(title=f"{title}, {name}", unit="ms", value=reads(name)) for name in names]
+
+def _rate_row(title: str, field: str) -> ComparedRow:
+    return ComparedRow(title=title, unit="/s", value=attrgetter(field), more_is_better=True)
 
 
 ROWS = (
     ComparedRow(title="requests", unit="", value=lambda each: each.requests),
     ComparedRow(title="failed", unit="", value=lambda each: each.requests - each.answered),
-    *_spread_rows("first token", lambda each: each.first_token, "mean", "p50", "p90", "p99"),
-    *_spread_rows("first token of first turns", lambda each: each.first_turns, "p50", "p90"),
-    *_spread_rows("first token of later turns", lambda each: each.later_turns, "p50", "p90"),
-    *_spread_rows("between tokens", lambda each: each.between_tokens, "p50", "p99", "max"),
-    *_spread_rows("time a token", lambda each: each.token, "p50", "p90"),
-    *_spread_rows("end to end", lambda each: each.end_to_end, "p50", "p90", "p99"),
-    ComparedRow(
-        title="answers", unit="/s", value=lambda each: each.requests_per_s, more_is_better=True
-    ),
-    ComparedRow(
-        title="output tokens",
-        unit="/s",
-        value=lambda each: each.output_tokens_per_s,
-        more_is_better=True,
-    ),
-    ComparedRow(
-        title="goodput",
-        unit="/s",
-        value=lambda each: each.goodput.requests_per_s,
-        more_is_better=True,
-    ),
+    *_spread_rows("first token", "first_token", "mean", "p50", "p90", "p99"),
+    *_spread_rows("first token of first turns", "first_turns", "p50", "p90"),
+    *_spread_rows("first token of later turns", "later_turns", "p50", "p90"),
+    *_spread_rows("between tokens", "between_tokens", "p50", "p99", "max"),
+    *_spread_rows("time a token", "token", "p50", "p90"),
+    *_spread_rows("end to end", "end_to_end", "p50", "p90", "p99"),
+    _rate_row("answers", "requests_per_s"),
+    _rate_row("output tokens", "output_tokens_per_s"),
+    _rate_row("goodput", "goodput.requests_per_s"),
     ComparedRow(title="within the bounds", unit="%", value=lambda each: each.goodput.share),
     ComparedRow(title="prompt tokens", unit="", value=lambda each: each.prompt_tokens),
     ComparedRow(title="cached share", unit="%", value=lambda each: each.cached_share),
