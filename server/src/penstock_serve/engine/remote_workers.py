@@ -116,30 +116,24 @@ class RemoteWorkers(Workers):
         Raises `WeightsNotLoaded`: a rank could not load them, or not in time; `UnavailableError`: a
         rank is lost.
         """
-        problem = self._order(LoadRank(path, digest))
-        if problem:
-            raise WeightsNotLoaded(problem)
+        self._order(LoadRank(path, digest), WeightsNotLoaded)
 
     def give_back(self, tiers: Sequence[str], *, weights: bool = False) -> None:
         """Every rank returns memory to the system; no step or copy may use it.
 
         Raises `UnavailableError`: a rank could not, or is lost.
         """
-        problem = self._order(FreeRank(list(tiers), weights))
-        if problem:
-            raise UnavailableError(problem)
+        self._order(FreeRank(list(tiers), weights))
 
     def take_again(self) -> None:
         """Every rank takes memory of a GPU again that it gave back.
 
         Raises `UnavailableError`: a rank could not, or is lost.
         """
-        problem = self._order(WakeRank())
-        if problem:
-            raise UnavailableError(problem)
+        self._order(WakeRank())
 
-    def _order(self, order: RankOrder) -> str:
-        """Gives every rank an order; returns why it was not carried out, if it was not."""
+    def _order(self, order: RankOrder, failure: type[UnavailableError] = UnavailableError) -> None:
+        """Gives every rank an order; raises `failure` if one could not carry it out."""
         self._done.clear()
         self._send(order)
         deadline = time.monotonic() + ORDER_S
@@ -154,7 +148,8 @@ class RemoteWorkers(Workers):
             for rank, done in sorted(self._done.items())
             if done.problem
         ]
-        return "; ".join(problems)
+        if problems:
+            raise failure("; ".join(problems))
 
     def take_reports(self) -> list[bytes]:
         """The ranks' reports about copies since the last call."""
