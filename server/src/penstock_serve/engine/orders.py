@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,35 +39,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.engine.orders")
 
 
+@dataclass(slots=True)
 class Orders:
-    """Carries out orders at an engine.
+    """Carries out orders at an engine."""
 
-    Args:
-        engine: The engine.
-        architecture: Of its model.
-        send: Sends an answer.
-        on_weights: Called with the version of weights that were loaded.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        architecture: Architecture,
-        *,
-        send: Callable[[ms.AskAnswer], None],
-        on_weights: Callable[[str], None],
-    ) -> None:
-        self._engine = engine
-        self._architecture = architecture
-        self._send = send
-        self._on_weights = on_weights
-        self._waiting: list[tuple[WaitingOrder, float]] = []
-        """Orders that wait for requests or copies to end, with their deadlines."""
+    engine: Engine
+    architecture: Architecture
+    """Of its model."""
+    _: KW_ONLY
+    send: Callable[[ms.AskAnswer], None]
+    """Sends an answer."""
+    on_weights: Callable[[str], None]
+    """Called with the version of weights that were loaded."""
+    waiting: list[tuple[WaitingOrder, float]] = field(default_factory=list)
+    """Orders that wait for requests or copies to end, with their deadlines."""
 
     @property
     def next_deadline(self) -> float:
         """When `step` is due, whatever else happens."""
-        return min((deadline for _, deadline in self._waiting), default=math.inf)
+        return min((deadline for _, deadline in self.waiting), default=math.inf)
 
     def take(self, order: ms.Order | ms.Resume) -> None:
         """Begins to carry out an order; those that wait are answered by a later `step`.
@@ -75,27 +66,27 @@ class Orders:
         """
         match order:
             case ms.Pause():
-                self._engine.pause()
-                self._waiting.append((order, math.inf))
+                self.engine.pause()
+                self.waiting.append((order, math.inf))
             case ms.Resume():
-                self._engine.resume()
+                self.engine.resume()
             case ms.Sleep():
                 # Blocks that are being written down may arrive; nothing else is begun.
-                self._engine.cache.drain()
-                self._waiting.append((order, time.monotonic() + order.timeout_s))
+                self.engine.cache.drain()
+                self.waiting.append((order, time.monotonic() + order.timeout_s))
             case _:
                 self._answer(order.id, *self._carried_out(order))
 
     def step(self) -> None:
         """Carries out orders that wait no longer."""
-        if not self._waiting:
+        if not self.waiting:
             return
         now = time.monotonic()
-        for order, deadline in [*self._waiting]:
+        for order, deadline in [*self.waiting]:
             obstacle = self._obstacle(order)
             if obstacle and now < deadline:
                 continue
-            self._waiting.remove((order, deadline))
+            self.waiting.remove((order, deadline))
             if obstacle:
                 self._answer(order.id, f"{obstacle} after {order.timeout_s:g} s")  # type: ignore[union-attr]
             elif isinstance(order, ms.Sleep):
@@ -105,12 +96,12 @@ class Orders:
 
     def forget(self) -> None:
         """The server is lost: the next one gives its own orders."""
-        self._waiting.clear()
-        self._engine.resume()
+        self.waiting.clear()
+        self.engine.resume()
 
     def _obstacle(self, order: WaitingOrder) -> str:
         """What an order still waits for; empty if for nothing."""
-        engine = self._engine
+        engine = self.engine
         if isinstance(order, ms.Pause):
             return "" if engine.settled else f"{counted(engine.unfinished, 'request')} under way"
         return "" if engine.can_sleep else "requests or copies are under way"
@@ -120,11 +111,11 @@ class Orders:
         try:
             match order:
                 case ms.CheckWeights():
-                    return "", check_weights(order.path, self._architecture)
+                    return "", check_weights(order.path, self.architecture)
                 case ms.LoadWeights():
                     self._load_weights(order)
                 case ms.Wake():
-                    self._engine.wake()
+                    self.engine.wake()
                 case _:
                     raise AssertionError(f"{order} waits for others to end")
         except (ConfigError, WeightsNotLoaded) as error:
@@ -136,14 +127,14 @@ class Orders:
         return "", ""
 
     def _load_weights(self, order: ms.LoadWeights) -> None:
-        self._engine.load_weights(order.path, digest=order.digest, version=order.version)
-        self._on_weights(order.version)
+        self.engine.load_weights(order.path, digest=order.digest, version=order.version)
+        self.on_weights(order.version)
         logger.info("weights loaded: path=%s version=%s", order.path, order.version)
 
     def _slept(self, order: ms.Sleep) -> str:
         """Goes to sleep; returns why it could not."""
         try:
-            self._engine.sleep(host=order.host, weights=order.weights)
+            self.engine.sleep(host=order.host, weights=order.weights)
         except (UnavailableError, ValueError) as error:
             return str(error)
         logger.info("asleep: host=%s weights=%s", order.host, order.weights)
@@ -151,7 +142,7 @@ class Orders:
 
     def _answer(self, order: int, problem: str = "", digest: str = "") -> None:
         result = ms.OrderResult(problem=problem, digest=digest)
-        self._send(ms.AskAnswer(id=order, json=msgspec.json.encode(result)))
+        self.send(ms.AskAnswer(id=order, json=msgspec.json.encode(result)))
 
 
 def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int) -> bytes:

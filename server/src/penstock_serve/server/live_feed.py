@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -160,17 +161,9 @@ class LivePage:
     headers: dict[str, str]
 
 
-_pages: dict[bool, LivePage] = {}
-
-
+@cache
 def live_page(*, needs_key: bool) -> LivePage:
     """The page; it is read when somebody asks for it first."""
-    if needs_key not in _pages:
-        _pages[needs_key] = _make_page(needs_key=needs_key)
-    return _pages[needs_key]
-
-
-def _make_page(*, needs_key: bool) -> LivePage:
     html = files("penstock_serve.server").joinpath("live.html").read_text(encoding="utf-8")
     advice = {reason.value: each for reason, each in MISS_ADVICE.items()}
     # As JSON in a script element, which ends at the first `</`.
