@@ -168,6 +168,30 @@ def test_answers_that_do_not_come_as_they_should_cost_one_call(
         assert found == value
 
 
+def test_what_is_there_can_be_asked_while_all_threads_write(server: RedisServer) -> None:
+    names = ["written/a", "written/b"]
+    pause = threading.Event()
+    deadline = time.monotonic() + SOON_S
+    with open_blobs(server.url, threads=2) as blobs:
+        redis_cli(server, "CLIENT", "PAUSE", str(int(SOON_S * 1000)), "WRITE")
+        writers = [threading.Thread(target=put, args=(blobs, name, b"1")) for name in names]
+        for writer in writers:
+            writer.start()
+        try:
+            while redis_cli(server, "CLIENT", "LIST").count("cmd=set") < len(writers):
+                assert time.monotonic() < deadline
+                pause.wait(0.02)
+
+            found = blobs.exists(["asked"], timeout_s=SOON_S / 10)
+        finally:
+            redis_cli(server, "CLIENT", "UNPAUSE")
+            for writer in writers:
+                writer.join()
+
+        assert found == [False]
+        assert blobs.exists(names, timeout_s=SOON_S) == [True, True]
+
+
 def test_more_callers_than_threads_wait_for_their_turn(server: RedisServer) -> None:
     server.stop()
     try:

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 OPEN_S = 3.0
 """For the connection, for each message of TLS, and for each reply of the log-in. A server that does
 not answer in it is tried anew, so that one that was started again is found."""
+ASKERS = 2
+"""Callers beside the threads that copy: a tier asks what is there, and reads its records, however
+long copies take."""
 
 
 class RedisConnections:
@@ -260,7 +263,7 @@ class RedisBlobs(BlobStore):
         super().__init__(settings.threads)
         self._connections = RedisConnections(settings)
         self._cluster = _Cluster(settings, self._connections) if settings.cluster else None
-        self._free = threading.BoundedSemaphore(settings.threads)
+        self._free = threading.BoundedSemaphore(settings.threads + ASKERS)
         self._warned = False
         ttl_s = settings.ttl_s
         self._options = [b"NX"] if not ttl_s else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
@@ -440,7 +443,8 @@ class RedisBlobs(BlobStore):
         if not commands:
             return []
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise BlobStoreError(f"Redis: more than {self.threads} threads wait for it at once")
+            most = self.threads + ASKERS
+            raise BlobStoreError(f"Redis: more than {most} threads wait for it at once")
         try:
             if self._cluster is not None:
                 replies = self._cluster.ask(names, commands, deadline, exchange)
