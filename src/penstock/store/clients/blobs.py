@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 NAME_BYTES_MAX = 256
 """Names are ASCII: letters, digits, `/`, `-`, `_` and `.`; between slashes is something that does
 not begin with `.`: a name can be the path of a file."""
+ASKERS = 2
+"""Callers beside the threads that copy: a tier asks what is there, and reads its records, however
+long copies take."""
 RECORD_BYTES_MAX = 64 << 10
 OFFSET_MAX = 1 << 48
 TIMEOUT_S_MAX = 3_600.0

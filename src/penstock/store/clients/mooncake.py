@@ -7,7 +7,7 @@ Calls of Mooncake end when they end: measured with version 0.3.13, 30 s while th
 still, 30 s while a machine that has the value does, 93 s to connect to a master that is away. So
 threads of this client make them, and a caller waits for its thread no longer than it has time. A
 thread that is still in Mooncake then goes on by itself and is used again when it comes back; there
-are never more than `threads`, and while all of them are away calls fail by their deadline.
+are two more than copy, as for Redis, and while all of them are away calls fail by their deadline.
 
 The one rule: Mooncake sees only memory of this client. A late transfer would write to an arena that
 is in use for something else by then, and nobody can call it back. It costs one copy each way, made
@@ -33,6 +33,7 @@ import numpy as np
 from penstock.config.shared_stores import MASTER
 from penstock.errors import UnavailableError, install_hint
 from penstock.store.clients.blobs import (
+    ASKERS,
     BlobOutcome,
     BlobRange,
     BlobRead,
@@ -111,7 +112,7 @@ class MooncakeBlobs(BlobStore):
         self._package: Any = store
         self._settings = settings
         self._staging_bytes = settings.staging_mib * MIB
-        self._memory = mmap.mmap(-1, settings.threads * self._staging_bytes)
+        self._memory = mmap.mmap(-1, (settings.threads + ASKERS) * self._staging_bytes)
         whole = np.frombuffer(self._memory, np.uint8)
         self._address = int(whole.ctypes.data)
         self._lock = threading.Lock()
@@ -376,8 +377,8 @@ class MooncakeBlobs(BlobStore):
             return _Turn(self._idle.get(timeout=max(0.0, deadline - time.monotonic())))
         except queue.Empty:
             raise BlobStoreError(
-                f"Mooncake Store at {self._settings.master}: all {self.threads} threads wait for "
-                "an answer to earlier calls"
+                f"Mooncake Store at {self._settings.master}: all {len(self._callers)} threads wait "
+                "for an answer to earlier calls"
             ) from None
 
     def _connected(self) -> Any:  # noqa: ANN401 - The package has no types.

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config.shared_stores import Node
 from penstock.errors import ConfigError, UnavailableError, install_hint
 from penstock.store.clients.blobs import (
+    ASKERS,
     RECORD_BYTES_MAX,
     BlobOutcome,
     BlobStore,
@@ -62,9 +63,6 @@ if TYPE_CHECKING:
 OPEN_S = 3.0
 """For the connection, for each message of TLS, and for each reply of the log-in. A server that does
 not answer in it is tried anew, so that one that was started again is found."""
-ASKERS = 2
-"""Callers beside the threads that copy: a tier asks what is there, and reads its records, however
-long copies take."""
 
 
 class RedisConnections:

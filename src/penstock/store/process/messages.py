@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.keys import Key
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 192 << 10
 """What fits into the send buffer that Linux gives a socket by default (208 KiB)."""
 BATCH_BYTES = 128 << 10
