@@ -192,6 +192,19 @@ def test_a_host_that_is_not_here_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("path", ["", "here.sock", f"/{'x' * 120}"])
+def test_a_socket_that_cannot_be_is_refused_before_it_is_made(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    status = run(["serve", "--model", str(tmp_path / "none"), "--host", f"unix:{path}"])
+
+    assert status == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"penstock: serve.host: is 'unix:{path}', must be unix: and the")
+
+
 @pytest.mark.parametrize(
     ("wishes", "reported"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -232,9 +233,10 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
         bound = None
         if serves_http(given, options):
             table = (given and given.serve) or ServeTable()
-            host = table.host if options.host is None else options.host
+            if options.host is not None:
+                table = replace(table, host=options.host)
             # Before the HTTP libraries and the model are loaded: a port in use is reported at once.
-            bound = listen(host, table.port if options.port is None else options.port)
+            bound = listen(table.host, table.port if options.port is None else options.port)
             held.enter_context(bound)
         from penstock_serve.server.service import serve as run  # noqa: PLC0415
 
