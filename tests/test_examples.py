@@ -119,6 +119,15 @@ def test_the_chat_finds_second_turns_in_host_memory(capsys: pytest.CaptureFixtur
     assert lines[-1] == "65% of 3392 prompt tokens were found."
 
 
+def test_a_notebook_finds_its_document_again_and_after_a_restart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [line for line in printed_by("notebook.py", capsys) if line.startswith("question ")]
+
+    cached = [int(line.partition(": ")[2].partition(" ")[0]) for line in lines]
+    assert cached == [0, 992, 992, 992, 992, 992]
+
+
 def test_the_second_turn_of_an_offline_chat_is_found_in_the_cache(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,16 @@ def test_a_part_of_the_package_does_not_load_the_whole() -> None:
     assert not {"numpy", "penstock.exports", "penstock.runtime"} & {*loaded}
 
 
+def test_a_connector_is_a_name_that_loads_nothing_of_its_engine() -> None:
+    program = "import sys, penstock; penstock.transformers; print(*sys.modules)"
+
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+
+    assert "penstock.connectors.transformers" in loaded
+    assert not {"torch", "transformers", "numpy"} & {*loaded}
+    assert "transformers" in dir(penstock)
+
+
 def test_the_exports_do_not_load_torch() -> None:
     program = "import sys, penstock; penstock.open; print(*sys.modules)"
 

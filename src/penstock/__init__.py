@@ -4,6 +4,7 @@
     offload = penstock.open_offload("penstock.toml", kv=arrays)      # the engine does
     prefill = penstock.open_prefill(pair, kv=arrays)       # KV goes to another engine
     decode = penstock.open_decode(pair, kv=arrays)         # KV comes from another engine
+    cache = penstock.transformers.open(model, "penstock.toml")       # prompts of transformers
 
 docs/api.md describes them; everything an engine needs is exported here, from `exports.py`.
 
@@ -19,18 +20,23 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.connectors import transformers as transformers
     from penstock.exports import *  # noqa: F403
     from penstock.tiers.tensors import TensorTier as TensorTier
 else:
     _EXPORTS = "penstock.exports"
     # torch is optional, and takes seconds to load: nothing but the name itself asks for it.
     _NEED_TORCH = frozenset({"TensorTier"})
+    # Each is a package of its own, beside what it is for.
+    _CONNECTORS = frozenset({"transformers"})
 
     def __getattr__(name: str) -> object:
         from penstock.lazy_names import homes_of, import_module, load_name  # noqa: PLC0415
 
         if name in _NEED_TORCH:
             value = load_name("penstock.tensors", name)
+        elif name in _CONNECTORS:
+            value = import_module(f"penstock.connectors.{name}")
         elif name in homes_of(_EXPORTS):
             value = load_name(_EXPORTS, name)
         else:
@@ -44,4 +50,4 @@ else:
     def __dir__() -> list[str]:
         from penstock.lazy_names import homes_of  # noqa: PLC0415
 
-        return sorted({*globals(), *_NEED_TORCH, *homes_of(_EXPORTS)})
+        return sorted({*globals(), *_NEED_TORCH, *_CONNECTORS, *homes_of(_EXPORTS)})

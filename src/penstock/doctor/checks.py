@@ -70,6 +70,7 @@ SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
 """Reading these takes a call into the kernel, microseconds each time."""
 TESTED_PACKAGES = {
     "torch": (2, 13),
+    "transformers": (5, 22),
     "nixl": (1, 5),
     "nixl-cu12": (1, 5),
     "mooncake-transfer-engine": (0, 3, 13),
