@@ -370,6 +370,32 @@ def bench_compression(
     finish(report, json=json, check=False)
 
 
+@commands.command("transformers")
+def bench_transformers(
+    *,
+    json: JsonOption = None,
+    rounds: RoundsOption = 7,
+    shape: Annotated[
+        str, typer.Option("--shape", help="Of the model: tiny, 135m (SmolLM2), 8b (Llama 3.1).")
+    ] = "135m",
+    device: Annotated[BenchDevice, typer.Option("--device", help="Where it runs.")] = (
+        BenchDevice.CPU
+    ),
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=16, max=100_000, help="Of the document.")
+    ] = 1024,
+    check: CheckOption = False,
+) -> None:
+    """Measure first tokens by transformers: questions about a document, with and without us."""
+    from lab.bench.transformers_first_token import SHAPES, run_transformers  # noqa: PLC0415
+
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"{shape!r}: must be one of {', '.join(SHAPES)}")
+    report = new_report()
+    run_transformers(report, shape=shape, device=device.value, tokens=tokens, rounds=rounds)
+    finish(report, json=json, check=check)
+
+
 @commands.command("index")
 def bench_index(
     *,
