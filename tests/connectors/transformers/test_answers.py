@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from transformers import Gemma3TextConfig, Phi3Config
+from transformers import Gemma3nTextConfig, Gemma3TextConfig, Phi3Config
 
 import penstock
 from tests.connectors.transformers.conftest import (
@@ -75,6 +75,30 @@ def test_of_a_long_prompt_the_last_window_alone_is_loaded_for_sliding_layers() -
     layer_block = saved // 25 // 2
     # 24 blocks of the layer that sees all; 31 tokens before the 192nd lie in 4 of the other.
     assert report.bytes_loaded == (24 + 4) * layer_block
+
+
+def test_layers_that_use_the_kv_of_others_are_restored_or_refused_by_name() -> None:
+    """Up to transformers 5.22 they have no layer in the cache, from 5.23 on one of their own."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = new_model(
+        Gemma3nTextConfig(
+            **SIZES,
+            head_dim=16,
+            sliding_window=WINDOW,
+            layer_types=kinds,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=256,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
+    )
+    with penstock.transformers.open(model, penstock.parse_config(SMALL)) as cache:
+        found = [compare(cache, model, tokens_of(100)) for _ in range(2)]
+        unused = "".join(cache.report().unused)
+
+    assert all(each.right for each in found)
+    assert found[1].cached == (96,) or unused.startswith("layer 2 is a DummyLayer")
 
 
 def test_beams_start_from_one_prompt(llama: Any, small: PromptCache) -> None:
