@@ -257,6 +257,41 @@ def test_a_write_into_a_folder_that_was_exchanged_does_not_count_as_saved(
     assert begin().rig.find(saved.keys) == [True] * 4
 
 
+def test_a_new_folder_that_cannot_be_read_at_once_is_read_at_the_next_try(
+    begin: Callable[..., Steps], tmp_path: Path
+) -> None:
+    """Or saves would go on into the folder of before, which no later process finds."""
+    steps = begin()
+    old = steps.rig.fill(2, seed=1)
+    steps.save(old)
+    under_way = steps.rig.save(steps.rig.fill(4, seed=2, first=4))
+    steps.threads.keep()
+    write = steps.take()
+    (tmp_path / "tier").rename(tmp_path / "moved")
+    (tmp_path / "tier").mkdir(mode=0o700)
+    in_the_way = tmp_path / "tier" / "generations"
+    in_the_way.mkdir()
+    with steps.tier.lock:
+        steps.tier.switch_off("the folder is gone")
+    steps.now = steps.tier.retry_at
+    steps.threads.keep()  # It locks the new folder, and cannot write there.
+    steps.do(write)
+    steps.settle()
+    (ended,) = steps.rig.wait(under_way)
+    assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 4
+    assert not steps.tier.state().on
+    in_the_way.rmdir()
+
+    steps.now = steps.tier.retry_at
+    steps.settle()
+
+    assert steps.tier.state().on
+    assert steps.rig.find(old.keys) == [False] * 2
+    saved = steps.rig.fill(4, seed=3, first=8)
+    assert steps.save(saved).faults == ()
+    assert begin().rig.find(saved.keys) == [True] * 4
+
+
 def test_the_row_of_a_forgotten_block_is_left_alone_in_the_next_life_of_its_segment(
     begin: Callable[..., Steps],
 ) -> None:

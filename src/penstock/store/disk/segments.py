@@ -125,6 +125,7 @@ class SegmentPool:
         self.flags = flags
         """With which files are opened for blocks: `O_DIRECT` where there is direct I/O."""
         self._folder = folder
+        self._folder_fd = folder.fd
         self.size_bytes = size_bytes
         """What segments are to take at most."""
         self.room_bytes = size_bytes
@@ -156,6 +157,14 @@ class SegmentPool:
         )
         self.rows_found = sum(each.slot_count for each in self._unread)
         self.index.reserve(self.rows_found)
+
+    def is_in_place(self) -> bool:
+        """Whether a restart would find these segments: the path still leads to their folder.
+
+        It does not between the locking of a folder that came in its place and the reading, which
+        may fail and be tried again.
+        """
+        return self._folder.fd == self._folder_fd and self._folder.is_ours()
 
     # With the lock held
 
@@ -507,7 +516,7 @@ class SegmentPool:
         It was given up since somebody began to use it, or somebody else has removed it or put
         something else in its place. If the whole folder is gone, that is another matter.
         """
-        if not self._folder.is_ours():
+        if not self.is_in_place():
             return False
         is_there = self._folder.has_file(segment)
         with self._lock:

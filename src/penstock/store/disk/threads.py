@@ -394,7 +394,7 @@ class DiskThreads:
                 write_all(fd, [each.view(np.uint8).data], offset, self._calls)
         finally:
             os.close(fd)
-        if not self._tier.folder.is_ours():
+        if not self._tier.pool.is_in_place():
             raise OSError(errno.ESTALE, "the folder was exchanged")
         segment.dirty = True
 
@@ -436,11 +436,12 @@ class DiskThreads:
         """Whether the folder can be written again; if it was exchanged, it is read anew."""
         tier = self._tier
         try:
-            if tier.folder.is_ours():
+            if tier.pool.is_in_place():
                 pool = tier.pool
                 probe_direct(tier.folder.fd, self._calls)
             else:
-                tier.folder.lock_again()
+                if not tier.folder.is_ours():
+                    tier.folder.lock_again()
                 pool = tier.take_folder()
             pool.generations.save()
         except (OSError, PenstockError):
