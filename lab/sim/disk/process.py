@@ -99,7 +99,8 @@ class WatchedTier(DiskTier):
         self._expected: dict[int, dict[int, _Place]] = {}
         """By load in hand: where acknowledged blocks of it lie, by position."""
         self._tickets_lost: set[int] = set()
-        """Jobs that were in hand when the folder was removed: what they say counts no more."""
+        """Jobs in hand, or reported and not collected, when it began with another folder: what was
+        asked for before it noticed may be reported out of the index of the folder that is gone."""
         self.has_folder = True
         super().__init__(
             folder,
@@ -114,6 +115,8 @@ class WatchedTier(DiskTier):
 
     def take_folder(self) -> SegmentPool:
         pool = super().take_folder()
+        if not self.has_folder:
+            self._tickets_lost |= self._in_hand.keys()
         self.has_folder = True
         drop = pool.index.drop
 
@@ -135,9 +138,11 @@ class WatchedTier(DiskTier):
         return pool
 
     def lose_folder(self) -> None:
-        """All files are gone, though they may not be missed for a while; or others are there."""
+        """All files are gone, though they may not be missed for a while; or others are there.
+
+        No report counts until it begins with another folder: no store can keep what is removed.
+        """
         self.has_folder = False
-        self._tickets_lost |= self._in_hand.keys()
 
     def _give_up(self, digests: Iterable[int]) -> None:
         gone = set(digests)
