@@ -97,11 +97,10 @@ class SimDisk:
                         self.spoilt[path].add(sector)
         self._before.clear()
 
-    def forget_unsynced(self, paths: Iterable[str]) -> None:
-        """Files are others from now on: a loss of power does not bring old sectors back."""
-        for path in paths:
-            self._before.pop(path, None)
-            self.spoilt.pop(path, None)
+    def put_back(self, path: str, spoilt: Iterable[int]) -> None:
+        """A file is another one from now on: a loss of power does not bring old sectors back."""
+        self._before.pop(path, None)
+        self.spoilt[path] = set(spoilt)
 
     def rot(self, path: str, offset: int) -> None:
         """A byte changes by itself."""
@@ -204,6 +203,13 @@ class SimDisk:
             for sector in fresh:
                 file.seek(sector * SECTOR_BYTES)
                 before[sector] = file.read(SECTOR_BYTES)
+
+
+def changed_sectors(before: bytes, now: bytes) -> set[int]:
+    """In which sectors one content of a file is not the other."""
+    both = _sectors(0, max(len(before), len(now)))
+    ends = [(sector, sector * SECTOR_BYTES, (sector + 1) * SECTOR_BYTES) for sector in both]
+    return {sector for sector, first, end in ends if before[first:end] != now[first:end]}
 
 
 def _sectors(offset: int, length: int) -> range:

@@ -25,12 +25,14 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from lab.sim.checkers import SimulationError
+from lab.sim.disk.device import changed_sectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from random import Random
 
+    from lab.sim.disk.device import SimDisk
     from lab.sim.disk.process import DiskTruth
     from penstock.store.disk.tier import DiskTier
 
@@ -53,6 +55,9 @@ class Image(NamedTuple):
     """Counts images: that of a later time has a higher one."""
     folder: Path
     voided: dict[bytes, set[int]]
+    spoilt: dict[str, set[int]]
+    """By file, sectors that were not what was last written there: they are put back as they were.
+    """
 
 
 class Resets:
@@ -85,9 +90,10 @@ class Resets:
 class FolderImages:
     """Images of one folder, and what it travelled back to last."""
 
-    def __init__(self, rng: Random, folder: Path) -> None:
+    def __init__(self, rng: Random, folder: Path, disk: SimDisk) -> None:
         self._rng = rng
         self._folder = folder
+        self._disk = disk
         self._images: list[Image] = []
         self._count = 0
         self._records: dict[str, Image] = {}
@@ -103,10 +109,16 @@ class FolderImages:
         kept = self._folder.with_name(f"image-{self._count}")
         shutil.copytree(self._folder, kept)
         voided = {name: set(each) for name, each in truth.resets.voided.items()}
-        self._images.append(Image(self._count, kept, voided))
+        names = [each.name for each in kept.iterdir()]
+        spoilt = {name: set(self._disk.spoilt[str(self._folder / name)]) for name in names}
+        self._images.append(Image(self._count, kept, voided, spoilt))
 
-    def travel(self) -> tuple[Travel, set[str]] | None:
-        """Puts files of an image back; what kind of travel it was, and which files changed."""
+    def travel(self, *, lives: bool) -> tuple[Travel, set[str]] | None:
+        """Puts files of an image back; what kind of travel it was, and which files changed.
+
+        A process that `lives` goes on in them: it may write the row of a block whose bytes it wrote
+        before, and which are gone. So what differs counts as spoilt then.
+        """
         if not self._images or not self._folder.exists():
             return None
         image = self._rng.choice(self._images)
@@ -115,9 +127,14 @@ class FolderImages:
         names.discard("lock")  # Whoever holds it would not be seen any more.
         chosen = sorted(self._choose(travel, names))
         for name in chosen:
-            (self._folder / name).unlink(missing_ok=True)
-            if (image.folder / name).exists():
-                shutil.copy2(image.folder / name, self._folder / name)
+            file, kept = self._folder / name, image.folder / name
+            before = file.read_bytes() if file.exists() else b""
+            now = kept.read_bytes() if kept.exists() else b""
+            lost = changed_sectors(before, now) if lives else set()
+            self._disk.put_back(str(file), image.spoilt.get(name, set()) | lost)
+            file.unlink(missing_ok=True)
+            if kept.exists():
+                shutil.copy2(kept, file)
         self._records |= {name: image for name in chosen if name in RECORDS}
         return travel, set(chosen)
 

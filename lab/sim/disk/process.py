@@ -293,7 +293,7 @@ class DiskProcess:
         self._queue_bytes = queue_bytes
         self._reads_refused = 0
         """Before this life. A table that it cannot read is not read again."""
-        self.images = FolderImages(rng, folder)
+        self.images = FolderImages(rng, folder, self.disk)
         self._depth = 0
         self._keeping = False
         self.disk.meanwhile = self._meanwhile
@@ -331,7 +331,7 @@ class DiskProcess:
 
     def travel(self) -> Travel | None:
         """The folder, or a part of it, is what it was; `None`: there is no earlier image."""
-        travelled = self.images.travel()
+        travelled = self.images.travel(lives=self.tier is not None)
         if travelled is None:
             return None
         travel, names = travelled
@@ -340,7 +340,6 @@ class DiskProcess:
             self.truth.places.clear()
             if self.tier is not None:
                 self.tier.lose_folder()
-        self.disk.forget_unsynced(str(self.folder / name) for name in names)
         return travel
 
     def step(self) -> bool:

@@ -233,7 +233,8 @@ class DiskWorld:
         self._traveller = Random(f"images of {seed}")
         travels = crash is None and self._traveller.random() < 0.4
         self._image_chance, self._travel_chance = (0.06, 0.03) if travels else (0.0, 0.0)
-        self.process.images = FolderImages(self._traveller, self.process.folder)
+        process = self.process
+        process.images = FolderImages(self._traveller, process.folder, process.disk)
 
     def _fault(self, healthy: bool, chance: float, most: float) -> float:  # noqa: FBT001
         drawn = self.rng.uniform(0.0, most) if self.rng.random() < chance else 0.0
