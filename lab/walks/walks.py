@@ -18,6 +18,7 @@ import numpy as np
 
 import penstock
 from lab.walks.counting import Counting, Walked
+from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,6 +144,8 @@ def one_chat() -> Walked:
         assert process.stdout is not None
         try:
             address = process.stdout.readline().partition(" at ")[2].split("/v1")[0]
+            if not address:
+                raise UnavailableError("penstock serve did not start; it has said why")
             _chat(address, "The first one opens everything.")
             with counting.on():
                 _chat(address, "And this one is counted.")
