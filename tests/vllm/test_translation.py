@@ -107,6 +107,28 @@ def test_the_encoding_of_a_head_does_not_depend_on_how_many_there_are() -> None:
     assert encodings("CPU_ATTN", 8, 2) == {}
 
 
+def test_sleep_mode_is_refused_whether_vllm_asks_or_not() -> None:
+    from penstock.connectors.vllm.adapter import PenstockConnector  # noqa: PLC0415
+    from penstock.connectors.vllm.translation import why_unsupported  # noqa: PLC0415
+
+    def why(*, sleeps: bool) -> list[str]:
+        sizes = dict.fromkeys(("pipeline", "decode_context", "prefill_context"), 1)
+        return why_unsupported(
+            SimpleNamespace(
+                parallel_config=SimpleNamespace(
+                    **{f"{name}_parallel_size": size for name, size in sizes.items()}
+                ),
+                cache_config=SimpleNamespace(enable_prefix_caching=True),
+                model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+            )
+        )
+
+    # vLLM 0.32 does not ask, and takes the memory away: then the connector is off.
+    assert why(sleeps=False) == []
+    assert why(sleeps=True) == ["sleep mode is on: vLLM would take memory away that copies read"]
+    assert not PenstockConnector.supports_sleep_mode(None)
+
+
 def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415
 

@@ -197,6 +197,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A cache: what is not saved is computed again."""
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """No: copies may read memory that vLLM takes away."""
+        return False
+
     # ---------------------------------------------------------------- the scheduler's side
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

@@ -95,18 +95,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
                 channels=_dense_channels(spec),
             )
         )
-    unsupported += [
-        f"{name} parallelism is not supported"
-        for name, size in {
-            "pipeline": parallel.pipeline_parallel_size,
-            "decode context": parallel.decode_context_parallel_size,
-            "prefill context": parallel.prefill_context_parallel_size,
-        }.items()
-        if size > 1
-    ]
-    if not vllm_config.cache_config.enable_prefix_caching:
-        # vLLM switches it off itself where its kernels cannot go on from a cached prefix.
-        unsupported.append("vLLM's own prefix caching is off")
+    unsupported += why_unsupported(vllm_config)
     specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     latent = all(_kind(spec) is GroupKind.LATENT for spec in specs)
     return ServedEngine(
@@ -122,6 +111,27 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
         unsupported=tuple(unsupported),
         irreversible=_irreversible(vllm_config),
     )
+
+
+def why_unsupported(vllm_config: Any) -> list[str]:
+    """What the connector cannot work with, whatever the model is."""
+    parallel = vllm_config.parallel_config
+    found = [
+        f"{name} parallelism is not supported"
+        for name, size in {
+            "pipeline": parallel.pipeline_parallel_size,
+            "decode context": parallel.decode_context_parallel_size,
+            "prefill context": parallel.prefill_context_parallel_size,
+        }.items()
+        if size > 1
+    ]
+    if not vllm_config.cache_config.enable_prefix_caching:
+        # vLLM switches it off itself where its kernels cannot go on from a cached prefix.
+        found.append("vLLM's own prefix caching is off")
+    if vllm_config.model_config.enable_sleep_mode:
+        # vLLM from 0.33 on asks `supports_sleep_mode`, and does not start.
+        found.append("sleep mode is on: vLLM would take memory away that copies read")
+    return found
 
 
 def _irreversible(vllm_config: Any) -> tuple[str, ...]:
