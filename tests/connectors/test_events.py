@@ -10,6 +10,7 @@ import pytest
 from penstock.connectors.base.keys import (
     AnnouncedBlock,
     EventAnnouncer,
+    Medium,
     RemovedEvent,
     StoredEvent,
 )
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROMPT = list(range(100, 126))
+CPU, STORAGE = Medium("CPU", "LOCAL"), Medium("STORAGE", "LOCAL")
+REMOTE = Medium("STORAGE", "REMOTE")
 
 
 def describe(request: Any, number: int) -> AnnouncedBlock:
@@ -30,7 +33,7 @@ def describe(request: Any, number: int) -> AnnouncedBlock:
 
 
 def engine_with(make_engine: Any) -> tuple[Any, EventAnnouncer]:
-    announcer = EventAnnouncer({"host": "CPU"}, describe=describe)
+    announcer = EventAnnouncer({"host": CPU}, describe=describe)
     return make_engine(announcer=announcer, host=8), announcer
 
 
@@ -73,7 +76,7 @@ def test_only_blocks_that_are_being_written_are_remembered(
         described.append(number)
         return describe(request, number)
 
-    announcer = EventAnnouncer({"host": "CPU"}, describe=note)
+    announcer = EventAnnouncer({"host": CPU}, describe=note)
     engine = make_engine(announcer=announcer, host=4)
 
     engine.run(make_request("too long", PROMPT))
@@ -101,8 +104,10 @@ def test_a_reset_takes_back_what_lies_here_and_nothing_else(
 class Tiers:
     """Tiers as their KV events show them, with an announcer that follows."""
 
-    def __init__(self, *, held_max: int = 100, event_count: int = 100) -> None:
-        media = {"host": "CPU", "disk": "STORAGE", "shared": "STORAGE"}
+    def __init__(
+        self, *, held_max: int = 100, event_count: int = 100, shared: Medium = STORAGE
+    ) -> None:
+        media = {"host": CPU, "disk": STORAGE, "shared": shared}
         self.announcer = EventAnnouncer(media, describe=describe, held_max=held_max)
         self._log = EventLog(event_count)
         self._blocks: dict[str, dict[bytes, None]] = {tier: {} for tier in media}
@@ -133,7 +138,9 @@ class Tiers:
         for event in self.announcer.take():
             kind = "stored" if isinstance(event, StoredEvent) else "removed"
             hashes = [event.block.hash] if isinstance(event, StoredEvent) else event.hashes
-            found.append((kind, event.medium, [each[0] for each in hashes]))
+            local = event.medium.locality == "LOCAL"
+            where = event.medium.name if local else f"REMOTE {event.medium.name}"
+            found.append((kind, where, [each[0] for each in hashes]))
         return found
 
     def _snapshot(self) -> Snapshot:
@@ -176,6 +183,28 @@ def test_of_two_tiers_of_one_medium_the_first_and_the_last_copy_is_announced(
 
     assert while_shared == [("stored", "STORAGE", [1])]
     assert tiers.announced() == [("removed", "STORAGE", [1])]
+
+
+def test_of_a_disk_and_a_store_that_others_reach_each_copy_is_announced(
+    make_request: Any,
+) -> None:
+    tiers = Tiers(shared=REMOTE)
+    tiers.expect(make_request, [1])
+    tiers.store("host", 1)
+    tiers.announced()
+
+    tiers.store("disk", 1)
+    tiers.store("shared", 1)
+    stored = tiers.announced()
+    tiers.remove("disk", 1)
+    tiers.clear()
+
+    assert stored == [("stored", "STORAGE", [1]), ("stored", "REMOTE STORAGE", [1])]
+    assert tiers.announced() == [
+        ("removed", "STORAGE", [1]),
+        ("removed", "CPU", [1]),
+        ("removed", "REMOTE STORAGE", [1]),
+    ]
 
 
 def test_blocks_that_no_request_described_are_announced_with_the_first_that_does(

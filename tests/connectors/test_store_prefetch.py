@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.cache.explain import Miss, MissReason
-from penstock.connectors.base.keys import AnnouncedBlock, EventAnnouncer, StoredEvent
+from penstock.connectors.base.keys import AnnouncedBlock, EventAnnouncer, Medium, StoredEvent
 from penstock.connectors.base.requests import (
     START_S,
     WAIT_S,
@@ -244,7 +244,7 @@ def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once
 
 def announcer_of_both() -> EventAnnouncer:
     return EventAnnouncer(
-        {"host": "CPU", "disk": "STORAGE"},
+        {"host": Medium("CPU", "LOCAL"), "disk": Medium("STORAGE", "LOCAL")},
         describe=lambda request, number: AnnouncedBlock(
             hash=bytes([number]), parent=None, tokens=array("I", request.all_token_ids[:1])
         ),
@@ -256,7 +256,7 @@ def announced(announcer: EventAnnouncer) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for event in announcer.take():
         hashes = [event.block.hash] if isinstance(event, StoredEvent) else event.hashes
-        name = f"{type(event).__name__} {event.medium}"
+        name = f"{type(event).__name__} {event.medium.name}"
         found.setdefault(name, []).extend(each[0] for each in hashes)
     return found
 

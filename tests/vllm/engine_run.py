@@ -298,17 +298,24 @@ def found_tokens(llm: LLM) -> float:
 def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     """The KV events that were published since the last time, by kind and medium.
 
-    Of a block that was stored all that a router learns of it, under its hash and its KV group.
+    Of a block that was stored all that a router learns of it, under its hash and its KV group; of
+    each kind and medium its localities.
     """
     found: dict[str, dict[str, Any]] = {}
+    localities: dict[str, set[str]] = {}
     (published,) = SUBSCRIPTIONS
     # A busy machine may keep vLLM's publishing thread from running for a while.
     while published.poll(2000):
         batch = msgspec.msgpack.decode(published.recv_multipart()[2], type=KVEventBatch)
         for event in batch.events:
-            blocks = found.setdefault(f"{type(event).__name__} {getattr(event, 'medium', '')}", {})
-            blocks.update(blocks_of(event))
-    return {"events": found, "metrics": metrics_of(llm)}
+            kind = f"{type(event).__name__} {getattr(event, 'medium', '')}"
+            found.setdefault(kind, {}).update(blocks_of(event))
+            localities.setdefault(kind, set()).add(str(getattr(event, "locality", None)))
+    return {
+        "events": found,
+        "localities": {kind: sorted(each) for kind, each in localities.items()},
+        "metrics": metrics_of(llm),
+    }
 
 
 def blocks_of(event: Any) -> dict[str, Any]:

@@ -46,3 +46,8 @@ def test_a_replica_answers_from_the_store_that_it_shares_with_another(
     assert len(in_store) >= BLOCKS
     assert in_store.items() <= announced(written).items()
     assert len(in_store.keys() & loaded.keys()) >= sum(HITS) // BLOCK
+    assert written["localities"] == {
+        "BlockStored GPU": ["None"],
+        "BlockStored CPU": ["LOCAL"],
+        "BlockStored STORAGE": ["REMOTE"],
+    }

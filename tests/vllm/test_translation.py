@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
+import penstock
 from penstock.connectors.base.engine import ServedEngine
+from penstock.connectors.base.keys import AnnouncedBlock, RemovedEvent, StoredEvent
 from penstock.errors import UnavailableError
 from tests.connectors.orders import ORDERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # What vLLM's own imports warn of is not ours.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -136,6 +143,65 @@ def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> Non
 
     for name in (PACKING, *PLAIN):
         assert AttentionBackendEnum[name].get_class().get_name() == name
+
+
+def events_below(tmp_path: Path) -> dict[str, list[Any]]:
+    """What vLLM publishes of a block that comes to each tier and leaves it."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
+
+    from penstock.connectors.vllm import translation  # noqa: PLC0415
+
+    config = penstock.parse_config(
+        f"""
+        version = 1
+        model.name = "any"
+        model.weights_version = "1"
+        tiers = [
+            {{ name = "host", kind = "host", blocks = 8 }},
+            {{ name = "disk", kind = "disk", path = "{tmp_path}", gib = 1 }},
+            {{ name = "shared", kind = "redis", url = "redis://127.0.0.1:6379" }},
+        ]
+        """
+    )
+    attention = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    publish = translation.publishing(
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention)]), 4
+    )
+    block = AnnouncedBlock(hash=b"h" * 32, parent=None, tokens=array("I", range(4)))
+    return {
+        tier: publish(
+            [StoredEvent(block=block, medium=medium), RemovedEvent(hashes=[b"h"], medium=medium)]
+        )
+        for tier, medium in translation.media_of(config).items()
+    }
+
+
+def test_events_say_which_blocks_other_engines_reach_as_well(tmp_path: Path) -> None:
+    places = {
+        tier: {(event.medium, event.locality) for event in events}
+        for tier, events in events_below(tmp_path).items()
+    }
+
+    assert places == {
+        "host": {("CPU", "LOCAL")},
+        "disk": {("STORAGE", "LOCAL")},
+        "shared": {("STORAGE", "REMOTE")},
+    }
+
+
+def test_a_vllm_whose_events_have_no_locality_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.connectors.vllm import translation  # noqa: PLC0415
+
+    for event in (translation.BlockStored, translation.BlockRemoved):
+        fields = [(name, Any, None) for name in event.__struct_fields__ if name != "locality"]
+        older = msgspec.defstruct(event.__name__, fields)
+        monkeypatch.setattr(translation, event.__name__, older)
+
+    media = {event.medium for events in events_below(tmp_path).values() for event in events}
+
+    assert media == {"CPU", "STORAGE"}
 
 
 def test_metrics_are_registered_with_vllm_and_take_what_was_counted() -> None:

@@ -10,7 +10,7 @@ counts tokens as computed before it knows them.
 
 A router knows blocks by the engine's hashes, from the events of the engine's device cache. Events
 from here carry the same hashes and the same description of each block, with the medium that it
-came to or left: host memory, or what is below it. Penstock's own keys never leave the process.
+came to or left: host memory, a disk, a shared store. Penstock's own keys never leave the process.
 
 A block is announced when a request has described it. What lies on a disk since an earlier life, or
 was stored by another engine, is announced when the first request that it is loaded for comes.
@@ -351,12 +351,21 @@ class AnnouncedBlock:
     """The session of the request that saved it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Where a block lies, in the engine's words for routers. Tiers of equal media are one place."""
+
+    name: str
+    locality: str
+    """Whether the engine has it for itself, or other engines reach it as well."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
     """A block is now in a medium."""
 
     block: AnnouncedBlock
-    medium: str
+    medium: Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +373,7 @@ class RemovedEvent:
     """Blocks are no longer in a medium."""
 
     hashes: list[bytes]
-    medium: str
+    medium: Medium
 
 
 @dataclass(slots=True)
@@ -382,22 +391,22 @@ class _Place:
     """A tier whose blocks are announced."""
 
     bit: int
-    medium: str
+    medium: Medium
     same_medium: int
-    """The bits of all tiers that routers know by the same name."""
+    """The bits of all tiers that routers know as the same medium."""
 
 
 class EventAnnouncer:
     """Turns events of the tiers into events that the engine publishes."""
 
     def __init__(
-        self, media: Mapping[str, str], *, describe: Describe, held_max: int = HELD_MAX
+        self, media: Mapping[str, Medium], *, describe: Describe, held_max: int = HELD_MAX
     ) -> None:
         """Announces nothing yet."""
         bits = {tier: 1 << number for number, tier in enumerate(media)}
         same = {
-            name: sum(bits[tier] for tier in media if media[tier] == name)
-            for name in media.values()
+            medium: sum(bits[tier] for tier in media if media[tier] == medium)
+            for medium in media.values()
         }
         self._places = {
             tier: _Place(bits[tier], medium, same[medium]) for tier, medium in media.items()

@@ -306,7 +306,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         described = self._kv_cache_config, self._engine.block_tokens
         publish = translation.publishing(*described)
         announcer = EventAnnouncer(
-            translation.media_of(config.cache.tiers), describe=translation.describing(*described)
+            translation.media_of(config), describe=translation.describing(*described)
         )
         self._take_events = lambda: publish(announcer.take())
         return announcer

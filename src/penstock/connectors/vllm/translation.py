@@ -39,8 +39,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from penstock.config import SHARED_KINDS
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
-from penstock.connectors.base.keys import AnnouncedBlock, RemovedEvent, StoredEvent
+from penstock.connectors.base.keys import AnnouncedBlock, Medium, RemovedEvent, StoredEvent
 from penstock.connectors.base.statistics import (
     BUCKETS_S,
     COUNTERS,
@@ -57,7 +58,7 @@ from penstock.vocabulary.layout import GroupKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.cache.settings import TierSettings
+    from penstock.config import Config
     from penstock.connectors.base.keys import EngineRequest
 
 KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
@@ -68,6 +69,8 @@ KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
     (FullAttentionSpec, GroupKind.ATTENTION),
 )
 """Specs whose blocks hold the KV of their own tokens and nothing else."""
+LOCAL, REMOTE = "LOCAL", "REMOTE"
+"""Localities in vLLM's KV events: what is remote, other engines reach as well."""
 PACKING = "CPU_ATTN"
 """The CPU's kernels that pack blocks for an instruction set. They say for which."""
 PLAIN = ("AMX_MLA", "CPU_MLA")
@@ -336,9 +339,15 @@ def events_wanted(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def media_of(tiers: Iterable[TierSettings]) -> dict[str, str]:
+def media_of(config: Config) -> dict[str, Medium]:
     """What vLLM calls each tier below the device, by its name."""
-    return {tier.name: MEDIUM_STORAGE if tier.stored else MEDIUM_CPU for tier in tiers}
+    return {
+        tier.name: Medium(
+            MEDIUM_STORAGE if tier.stored else MEDIUM_CPU,
+            REMOTE if kind.name in SHARED_KINDS else LOCAL,
+        )
+        for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True)
+    }
 
 
 def describing(
@@ -380,15 +389,21 @@ def publishing(
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
 
+    # Another version, which `any_version` allows, may not have it.
+    has_locality = all("locality" in each.__struct_fields__ for each in (BlockStored, BlockRemoved))
+
     def publish(events: Iterable[StoredEvent | RemovedEvent]) -> list[Any]:
         found: list[Any] = []
         for event in events:
+            place = {"medium": event.medium.name}
+            if has_locality:
+                place["locality"] = event.medium.locality
             if isinstance(event, StoredEvent):
-                found += [_stored(event, block_tokens, **group) for group in groups]
+                found += [_stored(event.block, block_tokens, **place, **group) for group in groups]
                 continue
             hashes = [maybe_convert_block_hash(each) for each in event.hashes]
             found += [
-                BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=number)
+                BlockRemoved(block_hashes=hashes, group_idx=number, **place)
                 for number in range(len(groups))
             ]
         return found
@@ -396,8 +411,7 @@ def publishing(
     return publish
 
 
-def _stored(event: StoredEvent, block_tokens: int, **group: Any) -> BlockStored:
-    block = event.block
+def _stored(block: AnnouncedBlock, block_tokens: int, **place: Any) -> BlockStored:
     parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(block.hash)],
@@ -406,10 +420,9 @@ def _stored(event: StoredEvent, block_tokens: int, **group: Any) -> BlockStored:
         block_size=block_tokens,
         lora_id=block.adapter_id,
         lora_name=block.adapter,
-        medium=event.medium,
         extra_keys=to_event_extra_keys([block.extra_keys]),
         session_id=block.session,
-        **group,
+        **place,
     )
 
 
