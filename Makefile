@@ -28,6 +28,7 @@ BIN := $(VENV)/bin
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
+DYNAMO := .venv-dynamo/.ready
 
 # The tests start some hundred processes of this package. Where compiled files may not be written,
 # each of them compiles it anew, and that costs more than most of what they are started for.
@@ -47,7 +48,7 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) $(DYNAMO) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
@@ -97,8 +98,8 @@ dist: ## build what would be released, in build/dist, and check it
 gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu
 
-clean: ## remove .venv, .venv-vllm, build results and caches
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove .venv and those beside it, build results and caches
+	rm -rf $(VENV) $(VLLM) $(dir $(DYNAMO)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src server lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or
@@ -187,4 +188,14 @@ $(MOONCAKE): $(READY)
 $(VLLM_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-environment
 	@echo "Setting up $(VLLM) (once; takes a few minutes)"
 	@PYTHON="$(PYTHON)" .ci/vllm-environment $(VLLM)
+	@touch $@
+
+# NVIDIA's router, which listens to vLLM's KV events: in an environment of its own, as it wants an
+# older pydantic than others may get. Where it cannot be had, its tests are skipped.
+$(DYNAMO): constraints.txt
+	@echo "Getting Dynamo's router (once; 75 MB)"
+	@$(PYTHON) -m venv --without-pip $(dir $@)
+	@$(PYTHON) -m pip --python $(dir $@)bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt ai-dynamo-runtime \
+	    || echo "make: no Dynamo here: its tests are skipped" >&2
 	@touch $@

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 BLOCK = 32
 DEADLINE_S = 300.0
 """What the engine has not done by then it never does."""
+SCORES_S = 60.0
+"""What a router does not count by then it never does."""
 # How quick these models are must not decide which hits are loaded.
 CONFIG = """
 version = 1
@@ -67,17 +70,15 @@ ask_ms = 10000
 
 
 def main(model: str, script: dict[str, Any]) -> None:
-    if script.get("events"):
-        address = f"ipc://{tempfile.mkdtemp()}/events"
+    if wanted := script.get("events"):
+        # Where a router waits for them, or `True`: for the act `events`.
+        where = wanted if wanted is not True else {"endpoint": f"ipc://{tempfile.mkdtemp()}/events"}
         script["options"] = {
             **script.get("options", {}),
-            "kv_events_config": {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": address,
-            },
+            "kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", **where},
         }
-        listen(address)
+        if wanted is True:
+            listen(where["endpoint"])
     llm = open_engine(model, script)
     for act in script["acts"]:
         began = time.monotonic()
@@ -318,6 +319,56 @@ def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def join(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
+    """Makes the engine known to a router, and waits until what it publishes arrives there.
+
+    A subscription takes a while, and a router asks for what it missed when the next event comes.
+    """
+    asked(f"{act['router']}/workers", act["worker"])
+    apart = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"penstock": {"save": False}}},
+    )
+    draw = random.Random(0)
+
+    def heard() -> bool:
+        tokens = drawn(draw, BLOCK + 1)
+        llm.generate([{"prompt_token_ids": tokens}], apart, use_tqdm=False)
+        return scored(act, tokens)[0] == 1
+
+    until(heard)
+    return {}
+
+
+def scores(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
+    """How many blocks of each prompt a router counts, down to each tier: `want`, if it comes."""
+    nudge = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    deadline = time.monotonic() + SCORES_S
+    found: list[list[int]] = []
+    while found != act["want"] and time.monotonic() < deadline:
+        # vLLM publishes events of below the device in its steps only.
+        llm.generate([{"prompt_token_ids": [11]}], nudge, use_tqdm=False)
+        found = [scored(act, prompt["prompt_token_ids"]) for prompt in prompts_of(act)]
+    return {"scores": found}
+
+
+def scored(act: dict[str, Any], tokens: list[int]) -> list[int]:
+    asks = {"model_name": act["model"], "token_ids": tokens}
+    (worker,) = asked(f"{act['router']}/overlap_scores", asks)["workers"]
+    return [worker[f"{tier}_blocks"] for tier in ("device", "host_pinned", "disk")]
+
+
+def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SCORES_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
 def blocks_of(event: Any) -> dict[str, Any]:
     hashes = [str(each) for each in getattr(event, "block_hashes", [])]
     names = [f"{name} of group {getattr(event, 'group_idx', None)}" for name in hashes]
@@ -420,5 +471,8 @@ def metrics_of(llm: LLM) -> dict[str, float]:
 
 ACTS = {
     each.__name__: each
-    for each in (generate, reset, update, abort, events, arenas, store, kill_store, die)
+    for each in (
+        *(generate, reset, update, abort, events, join, scores),
+        *(arenas, store, kill_store, die),
+    )
 }
