@@ -74,15 +74,16 @@ def why_not(model: object) -> str:
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is no PreTrainedModel of transformers"
     config = model.config
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if model._hf_peft_config_loaded:  # noqa: SLF001 - its only name
         return "the model has adapters, and which are active is in no key: merge them first"
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         return (
             f"{type(model).__name__} has an encoder, or takes images or sound: they are in no key"
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    said = config.to_dict()  # Each kind of model has keys of its own.
+    if said.get("use_bidirectional_attention"):
         return "use_bidirectional_attention is set: the KV of a prefix depends on what follows it"
-    rotary = getattr(config, "rope_parameters", None) or {}
+    rotary = said.get("rope_parameters") or {}
     each = [part for part in (rotary, *rotary.values()) if isinstance(part, dict)]
     if any(part.get("rope_type") == "dynamic" for part in each):
         return "rope_type is 'dynamic': the KV of a prefix depends on the length of its prompt"
@@ -91,11 +92,12 @@ def why_not(model: object) -> str:
 
 def rotary_limit(config: PreTrainedConfig) -> int:
     """Beyond how many tokens `longrope` gives all of a prompt other rotary factors; 0: never."""
-    rotary = getattr(config, "rope_parameters", None) or {}
+    said = config.to_dict()
+    rotary = said.get("rope_parameters") or {}
     if rotary.get("rope_type") != "longrope":
         return 0
     name = "original_max_position_embeddings"
-    return int(rotary.get(name) or getattr(config, name))
+    return int(rotary.get(name) or said[name])
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:

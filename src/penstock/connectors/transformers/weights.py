@@ -92,6 +92,6 @@ def _digest_of_files(model: PreTrainedModel) -> str:
 def _folder_of(model: PreTrainedModel) -> Path:
     """Where a model was read from: a folder, or a revision in the cache of the hub."""
     name = str(model.name_or_path or "no name")
-    revision = getattr(model.config, "_commit_hash", None)
+    revision = vars(model.config).get("_commit_hash")
     found = revision and try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else Path(name)
