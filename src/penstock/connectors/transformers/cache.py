@@ -52,6 +52,8 @@ LOAD_S = 30.0
 """How long a prompt waits for blocks on a disk: to compute as much without a GPU takes minutes."""
 SAVE_S = 10.0
 """How long the end of a prompt waits for a disk: it writes several GB meanwhile."""
+ANSWER_S = 0.25
+"""A disk says within milliseconds what other processes have written since it listed its blocks."""
 ASKED_MAX = 3
 """How often a disk is asked for a prompt: what it has may be more than there was room for."""
 TRIES = 3
@@ -262,13 +264,17 @@ class PromptCache:
         found = offload.lookup(keys)
         while offload.persists and found.ready < len(keys) and time.monotonic() < deadline:
             status = offload.store_status(CAUSE)
-            if found.rising or (status and status.searching):
+            if status and status.due:
+                pass  # The step takes what the store has said so far.
+            elif found.rising or (status and status.searching):
                 offload.wait(deadline)
             elif asked == ASKED_MAX or (asked and not found.below):
                 break
             else:
                 asked += 1
                 offload.prefetch(keys, cause=CAUSE)
+                if status and status.on:
+                    offload.wait(min(deadline, time.monotonic() + ANSWER_S))
             offload.step()
             offload.poll()
             found = offload.lookup(keys)
