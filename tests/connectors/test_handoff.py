@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from threading import Event
+import os
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.connectors.handoff.requests import engine_cores
 from penstock.handoff import HandoffSettings, HandoffTimes
 from tests.connectors.conftest import TOKENS, FakeRequest
 from tests.connectors.handoff_pair import (
@@ -380,3 +382,20 @@ def test_the_kv_of_another_prompt_is_never_taken(prefill: Engine, decode: Engine
 
     assert decode.ended().failed == {"answered"}
     assert prefill.released()
+
+
+def test_a_thread_that_a_bound_worker_starts_has_the_cores_of_the_engine() -> None:
+    cores: list[set[int]] = []
+    before = os.sched_getaffinity(0)
+    bound = {min(before)}
+    os.sched_setaffinity(0, bound)
+    try:
+        with engine_cores():
+            thread = Thread(target=lambda: cores.append(os.sched_getaffinity(0)))
+            thread.start()
+        cores.append(os.sched_getaffinity(0))
+        thread.join(SOON_S)
+    finally:
+        os.sched_setaffinity(0, before)
+
+    assert sorted(cores, key=len) == [bound, bound | os.sched_getaffinity(os.getppid())]

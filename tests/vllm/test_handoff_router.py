@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import os
 import random
 import signal
 import sys
@@ -84,6 +85,18 @@ def test_answers_through_the_router_are_those_of_plain_vllm(routed: Routed) -> N
 
     assert received == HANDED_OVER
     assert all(agree(answer, ask(routed.plain.port, each)) for each, answer in answers.items())
+
+
+def test_handoffs_do_not_have_to_share_the_core_where_a_worker_polls(routed: Routed) -> None:
+    for server in routed.servers.values():
+        pids = {does: pid for pid, does in server.processes().items()}
+        worker = pids["worker"]
+        tasks = [int(task.name) for task in Path(f"/proc/{worker}/task").iterdir()]
+
+        assert len(os.sched_getaffinity(worker)) == 1
+        # The thread for handoffs, and two of ZeroMQ.
+        engine = os.sched_getaffinity(pids["scheduler"])
+        assert sum(os.sched_getaffinity(task) == engine for task in tasks) >= 3
 
 
 def test_a_stream_through_the_router_is_that_of_plain_vllm(routed: Routed) -> None:

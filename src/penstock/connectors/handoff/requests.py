@@ -41,6 +41,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
@@ -62,7 +63,7 @@ from penstock.errors import InvariantViolation
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.connectors.base.keys import EngineRequest
     from penstock.connectors.base.requests import BlockPool
@@ -80,6 +81,24 @@ MAKE_S = 60.0
 """How long `make` waits for a call: the thread does bounded work in between."""
 CLOSE_S = 10.0
 """How long `close` waits for a step that is under way."""
+
+
+@contextmanager
+def engine_cores() -> Iterator[None]:
+    """Threads that start meanwhile may run on all cores of the engine, whose child this worker is.
+
+    vLLM binds a worker's first thread to one core, and has it poll there for a second after each
+    step. A thread that it starts would be bound to that core, too, and get little of it: nothing at
+    all for a minute, where a second engine's worker polls on the same one (Linux 6.18).
+    """
+    own = os.sched_getaffinity(0)
+    # The parent has ended, or is in another set of cores.
+    with suppress(OSError):
+        os.sched_setaffinity(0, own | os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 class HandoffThread:

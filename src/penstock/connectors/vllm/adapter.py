@@ -61,7 +61,12 @@ from penstock.connectors.base.worker import (
     fetch_arenas,
 )
 from penstock.connectors.handoff.rank import RankSides
-from penstock.connectors.handoff.requests import HandoffRequests, HandoffStep, HandoffThread
+from penstock.connectors.handoff.requests import (
+    HandoffRequests,
+    HandoffStep,
+    HandoffThread,
+    engine_cores,
+)
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
 from penstock.connectors.vllm import translation
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
@@ -486,12 +491,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._handed_tiers:
             name = self._engine.name
             layers = handed_layers(self._tier.layout)
-            handoffs = RankSides(
-                name, self._engine.rank, self._handed_tiers, layers, self._settings.handoff
-            )
-            self._facts.handoff = handoffs.addresses
-            self._rank_handoffs = handoffs
-            self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
+            # Also the threads of ZeroMQ, which starts them with the first socket.
+            with engine_cores():
+                handoffs = RankSides(
+                    name, self._engine.rank, self._handed_tiers, layers, self._settings.handoff
+                )
+                self._facts.handoff = handoffs.addresses
+                self._rank_handoffs = handoffs
+                self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
         return rank
 
     def _rank_without(self, why: str) -> None:
