@@ -276,6 +276,30 @@ def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(
     assert engine.lies_at(again, row[:FULL]) == [at != 3 for at in range(FULL)]
 
 
+def test_a_request_whose_step_was_taken_back_is_known_when_it_is_planned_again(
+    engine: Layered, make_request: Any
+) -> None:
+    """Workers that count a request's tokens by themselves must be told."""
+    sound, damaged = make_request("sound", PROMPT), make_request("damaged", PROMPT)
+    for at, request in enumerate((sound, damaged)):
+        matched, _ = engine.ask(request)
+        engine.place(request, 20 + 10 * at, matched)
+        request.num_computed_tokens = matched
+
+    engine.step({"sound": 2, "damaged": 2})
+    joined = [*engine.scheduler.taken_back]
+    # vLLM has dropped the token, and counts up to the damaged block.
+    damaged.num_computed_tokens = TOKENS
+    engine.step({"sound": 1})
+    other = [*engine.scheduler.taken_back]
+    engine.step({"sound": 1, "damaged": len(PROMPT) - TOKENS})
+    again = [*engine.scheduler.taken_back]
+    engine.step({"sound": 1, "damaged": 1})
+
+    assert (joined, other, again) == ([], [], [damaged])
+    assert engine.scheduler.taken_back == []
+
+
 def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified(
     make_pool: Any, make_request: Any
 ) -> None:

@@ -126,7 +126,7 @@ class Planning:
     The first of its blocks was cached, which stands for one that was loaded.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, v2: bool) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415
         from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415
 
@@ -142,8 +142,9 @@ class Planning:
         self.answer(self.scheduler.schedule())
         self.scheduler.finish_requests("first", first.status.FINISHED_ABORTED)
         self.requested = self.request("again", 48)
+        self.scheduler.use_v2_model_runner = v2
         self.step = self.scheduler.schedule()
-        self.engine = AsynchronousScheduler()
+        self.engine = AsynchronousScheduler(self.scheduler.kv_cache_manager)
 
     def request(self, name: str, tokens: int) -> Any:
         from vllm.sampling_params import SamplingParams  # noqa: PLC0415
@@ -180,20 +181,27 @@ class Planning:
             ),
         )
 
+    def hold(self) -> None:
+        """As the connector does it: while vLLM puts the request's step together, not after it."""
+        self.engine.hold(self.requested)
+        if self.scheduler.use_v2_model_runner:
+            # What vLLM does next, for a stage of a pipeline.
+            self.requested.next_decode_eligible_step = self.scheduler.current_step + 1
+
     def plan(self) -> int:
         """How many tokens of the request the next step has."""
         return int(self.scheduler.schedule().num_scheduled_tokens.get("again", 0))
 
 
-@pytest.fixture
-def planning(configured: Callable[..., Any]) -> Planning:
-    planning = Planning(configured())
+@pytest.fixture(params=[False, True], ids=["V1 runner", "V2 runner"])
+def planning(configured: Callable[..., Any], request: pytest.FixtureRequest) -> Planning:
+    planning = Planning(configured(), v2=request.param)
     assert planning.step.num_scheduled_tokens == {"again": 16}
     return planning
 
 
 def test_vllm_plans_no_step_of_a_request_that_is_held(planning: Planning) -> None:
-    planning.engine.hold(planning.requested)
+    planning.hold()
 
     meanwhile = planning.plan()
     planning.answer(planning.step)
@@ -206,8 +214,8 @@ def test_vllm_plans_no_step_of_a_request_that_is_held(planning: Planning) -> Non
 
 def test_vllm_takes_back_the_one_step_of_a_request_that_was_held(planning: Planning) -> None:
     ((block, *_),) = planning.scheduler.kv_cache_manager.get_block_ids("again")
-    planning.engine.hold(planning.requested)
-    planning.plan()
+    planning.hold()
+    assert planning.plan() == 0
 
     planning.answer(planning.step, invalid=(block,))
     planning.engine.resume(planning.requested)
@@ -218,7 +226,7 @@ def test_vllm_takes_back_the_one_step_of_a_request_that_was_held(planning: Plann
 
 
 def test_vllm_uses_no_token_of_a_held_request_that_was_preempted(planning: Planning) -> None:
-    planning.engine.hold(planning.requested)
+    planning.hold()
     planning.scheduler.running.remove(planning.requested)
     planning.scheduler._preempt_request(planning.requested, 0.0)
 
@@ -240,12 +248,47 @@ def test_left_to_itself_vllm_uses_it(planning: Planning) -> None:
     assert [*planning.requested.output_token_ids] == [7]
 
 
-def test_the_runner_that_never_counts_back_is_refused(
+@pytest.mark.parametrize("planning", [True], indirect=True, ids=["V2 runner"])
+def test_workers_that_count_by_themselves_begin_a_request_again(planning: Planning) -> None:
+    from penstock.connectors.vllm.translation import begin_again  # noqa: PLC0415
+
+    manager = planning.scheduler.kv_cache_manager
+    blocks = manager.get_block_ids("again")
+    planning.hold()
+    planning.answer(planning.step, invalid=(blocks[0][0],))
+    planning.engine.resume(planning.requested)
+    planning.request("other", 40)
+    planned = planning.scheduler._update_after_schedule
+
+    def plan(step: Any) -> None:
+        """Where vLLM asks its connector, before it counts what the step will have computed."""
+        known = step.scheduled_cached_reqs
+        assert (known.req_ids, known.num_computed_tokens) == (["again"], [0])
+        begin_again(step, planning.requested, manager)
+        planned(step)
+
+    planning.scheduler._update_after_schedule = plan
+    step = planning.scheduler.schedule()
+
+    known = step.scheduled_cached_reqs
+    assert known.num_reqs == 0
+    assert known.new_block_ids == known.num_computed_tokens == known.num_output_tokens == []
+    _, again = step.scheduled_new_reqs
+    assert (again.req_id, again.num_computed_tokens) == ("again", 0)
+    assert again.prefill_token_ids == [*range(48)]
+    assert again.block_ids == blocks
+    assert step.num_scheduled_tokens == {"again": 48, "other": 8}
+
+
+def test_the_runner_that_counts_on_the_device_is_served_but_for_pictures(
     configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without Triton vLLM itself refuses that runner, but only while it is configured.
     config = configured()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert connect(config, FULL)._config.layer_wise == "auto"
+
+    monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
 
     with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         connect(config, FULL)

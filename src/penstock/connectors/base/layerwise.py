@@ -109,6 +109,12 @@ class LayerwiseScheduler:
         self._held: dict[str, tuple[int, EngineRequest, OverlappingEngine]] = {}
         """Requests of an overlapping engine that have joined a step, with its number, whose results
         are not there."""
+        self._joining: dict[str, EngineRequest] = {}
+        self._counted: dict[str, tuple[EngineRequest, int]] = {}
+        """Requests that have joined the last step they were in, and how many computed tokens they
+        have after it, if it is not taken back."""
+        self.taken_back: list[EngineRequest] = []
+        """Requests in the step that was planned last whose step before was taken back."""
 
     def has_room(self, blocks: int, loads: int) -> bool:
         """Whether this step has room for these blocks and loads."""
@@ -133,15 +139,17 @@ class LayerwiseScheduler:
             if loading.operations:
                 pins.add(row[first:], loading.operations)
         self._room -= blocks
+        self._joining[loading.request] = request
         self.starting.append(loading)
 
     def take(
-        self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
+        self, scheduled: Mapping[str, int], preempted: Collection[str] = ()
     ) -> tuple[RequestLoad, ...]:
         """The loads that join this step; later ones join the next.
 
         Raises `InvariantViolation`: the engine has planned a step of a request that is held.
         """
+        self._count(scheduled, preempted)
         for name, (joined, request, engine) in [*self._held.items()]:
             if joined == self.step + 1:
                 continue  # It may have been preempted before that: it starts over with this step.
@@ -157,6 +165,19 @@ class LayerwiseScheduler:
         self._room = self._blocks_max
         return taken
 
+    def _count(self, scheduled: Mapping[str, int], preempted: Collection[str]) -> None:
+        """Notes which requests have fewer computed tokens than the workers were told to compute."""
+        self.taken_back = []
+        for name, (request, computed) in [*self._counted.items()]:
+            if name in scheduled or name in preempted:
+                del self._counted[name]
+                if name not in preempted and request.num_computed_tokens < computed:
+                    self.taken_back.append(request)
+        for name, request in self._joining.items():
+            if name in scheduled:
+                self._counted[name] = request, request.num_computed_tokens + scheduled[name]
+        self._joining = {}
+
     def end_step(self, step: int) -> None:
         """The engine has the results of a step: those who joined it, or one before, go on."""
         for name, (joined, request, engine) in [*self._held.items()]:
@@ -167,6 +188,8 @@ class LayerwiseScheduler:
     def forget(self, name: str) -> None:
         """A request has ended."""
         self._held.pop(name, None)
+        self._joining.pop(name, None)
+        self._counted.pop(name, None)
 
 
 def load_slots(plan: bytes, operations: Collection[OperationId]) -> dict[OperationId, list[int]]:

@@ -400,6 +400,11 @@ class SchedulerConnector:
             return None
         return StepPlan(plan=plan, loads=loads, early=early, joined=joined, step=self._joins.step)
 
+    @property
+    def taken_back(self) -> Sequence[EngineRequest]:
+        """Requests in the step that was planned last whose step before was taken back."""
+        return self._joins.taken_back
+
     def _give_up_loads(self, *, idle: bool) -> None:
         """Has requests computed whose loads the engine will never start."""
         for name in self._unstarted.end_step(idle=idle):

@@ -301,7 +301,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return LayerwiseScheduler(
             self._withhold,
             blocks_max=joined_blocks(ranks),
-            overlapping=(translation.AsynchronousScheduler(), overlapping) if overlapping else None,
+            overlapping=(translation.AsynchronousScheduler(self._kv_cache_manager), overlapping)
+            if overlapping
+            else None,
         )
 
     def _make_announcer(self, config: Config) -> EventAnnouncer | None:
@@ -370,10 +372,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             scheduler_output.kv_connector_block_state.get_block_ids,
             scheduler_output.preempted_req_ids or (),
         )
+        plan = self._scheduler.plan_step(
+            *step, receiving=self._handoffs is not None and self._handoffs.receiving
+        )
+        if self._vllm_config.use_v2_model_runner:
+            for request in self._scheduler.taken_back:
+                translation.begin_again(scheduler_output, request, self._kv_cache_manager)
         return StepMetadata(
-            self._scheduler.plan_step(
-                *step, receiving=self._handoffs is not None and self._handoffs.receiving
-            ),
+            plan,
             None if self._handoffs is None else self._handoffs.plan_step(*step),
             self._scheduler.timed_step,
         )
@@ -532,10 +538,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._handoff_thread.make(self._rank_handoffs.restart, self._handed.restarted)
             self._handoff_thread.post(self._rank_handoffs.extend, self._handed.added)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """What the step computes on starts now, the rest when it was submitted."""
         self._at_layers = None
-        self._computes = translation.computes(forward_context)
+        self._computes = translation.computes(forward_context, kwargs.get("attn_metadata"))
         if self._worker is not None and self._layerwise:
             step = self._get_connector_metadata().step
             by_layer = translation.waits_at_layers(forward_context)

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -140,12 +141,11 @@ def why_unsupported(vllm_config: Any) -> list[str]:
 def _irreversible(vllm_config: Any) -> tuple[str, ...]:
     """What keeps vLLM from taking a step back on whose loads a block was damaged."""
     found = []
-    if vllm_config.use_v2_model_runner:
-        # It counts a request's computed tokens on the device, and counts back for requests that
-        # were preempted only; no connector can have vLLM preempt one.
-        found.append("the V2 model runner is used, set VLLM_USE_V2_MODEL_RUNNER=0")
     if vllm_config.speculative_config is not None:
         found.append("speculative decoding is on, leave it off")
+    if vllm_config.use_v2_model_runner and vllm_config.model_config.is_multimodal_model:
+        # To begin a request again there, vLLM would have to send its pictures again.
+        found.append("the model takes more than text, set VLLM_USE_V2_MODEL_RUNNER=0")
     return tuple(found)
 
 
@@ -255,9 +255,14 @@ def stream_beside() -> Callable[[], int]:
     return lambda: int(stream.cuda_stream)
 
 
-def computes(forward_context: Any) -> bool:
-    """Whether the step has a forward pass; one without is there for connectors alone."""
-    return forward_context.attn_metadata is not None
+def computes(forward_context: Any, attn_metadata: Any) -> bool:
+    """Whether the step has a forward pass; one without is there for connectors alone.
+
+    Args:
+        forward_context: of the pass.
+        attn_metadata: of a pass that the V2 model runner replays whole, without a context.
+    """
+    return forward_context.attn_metadata is not None or attn_metadata is not None
 
 
 def waits_at_layers(forward_context: Any) -> bool:
@@ -294,23 +299,69 @@ class AsynchronousScheduler:
 
     vLLM has a field for each of these, for a purpose of its own: stages of a pipeline, drafts, and
     resets of its prefix cache.
+
+    Args:
+        kv_cache_manager: tells when vLLM begins to plan a step. With the V2 model runner vLLM sets
+            the field that holds a request anew with every step that it has planned.
     """
 
+    def __init__(self, kv_cache_manager: Any) -> None:
+        self._held: dict[str, Any] = {}
+        begin = kv_cache_manager.new_step_starts
+
+        def new_step_starts() -> None:
+            for name, request in [*self._held.items()]:
+                request.next_decode_eligible_step = NEVER
+                if request.is_finished():
+                    del self._held[name]
+            begin()
+
+        kv_cache_manager.new_step_starts = new_step_starts
+
     def hold(self, request: Any) -> None:
-        # Until then no step may have it. Where vLLM does not know the field, this must fail.
+        # Where vLLM does not know the field, this must fail.
         request.next_decode_eligible_step += NEVER
+        self._held[request.request_id] = request
 
     def resume(self, request: Any) -> None:
+        self._held.pop(request.request_id, None)
         request.next_decode_eligible_step = 0
         # How many tokens its steps in flight will give: none is in flight. Of a step that was
         # taken back vLLM still counts the token.
         request.num_output_placeholders = 0
 
     def discard(self, request: Any) -> None:
+        self._held.pop(request.request_id, None)
         request.next_decode_eligible_step = 0
         # Otherwise vLLM uses what a preempted request's last step gives, and looks for invalid
         # blocks in running requests alone.
         request.drop_stale_output = True
+
+
+def begin_again(scheduler_output: Any, request: Any, kv_cache_manager: Any) -> None:
+    """Has workers begin a request anew that this step goes on with.
+
+    The V2 model runner counts a request's computed tokens on the device: it knows nothing of a step
+    that was taken back. It replaces what it knows of a request that comes as a new one.
+    """
+    known = scheduler_output.scheduled_cached_reqs
+    at = known.req_ids.index(request.request_id)
+    for column in (
+        known.req_ids,
+        known.new_token_ids,
+        known.new_block_ids,
+        known.num_computed_tokens,
+        known.num_output_tokens,
+    ):
+        # Some are filled for pipelines only.
+        del column[at : at + 1]
+    scheduler_output.scheduled_new_reqs.append(
+        NewRequestData.from_request(
+            request,
+            kv_cache_manager.get_block_ids(request.request_id),
+            [*request.all_token_ids],
+        )
+    )
 
 
 def computed_tokens(kv_cache_manager: Any, request: Any) -> int:
