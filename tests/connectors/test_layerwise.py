@@ -193,6 +193,12 @@ def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered, make_re
     assert not reported.loads
 
 
+def test_a_step_on_loads_has_a_last_block_to_compute(engine: Layered, make_request: Any) -> None:
+    whole = make_request("whole", PROMPT[: FULL * TOKENS])
+
+    assert engine.ask(whole) == ((FULL - 1) * TOKENS, True)
+
+
 def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_request: Any) -> None:
     again = make_request("again", PROMPT)
     matched, _ = engine.ask(again)

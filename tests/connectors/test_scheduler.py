@@ -47,10 +47,19 @@ def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_reque
     assert engine.pool.pinned == 6
 
 
-def test_the_last_token_is_always_left_to_compute(engine: Any, make_request: Any) -> None:
+def test_a_prompt_of_whole_blocks_is_found_whole(engine: Any, make_request: Any) -> None:
+    """The engine computes its last token in any case, for the logits."""
     engine.run(make_request("first", PROMPT[:24]))
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 20
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 24
+    assert engine.scheduler.find_tokens(make_request("half", PROMPT[:24]), 12) == 12
+
+
+def test_nothing_is_loaded_for_the_last_token_alone(engine: Any, make_request: Any) -> None:
+    engine.run(make_request("first", PROMPT[:24]))
+
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 20) == 0
+    assert engine.scheduler.find_tokens(make_request("longer", PROMPT[:25]), 20) == 4
 
 
 def test_a_conversation_that_is_over_is_neither_saved_nor_kept(

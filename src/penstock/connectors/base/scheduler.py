@@ -149,13 +149,13 @@ class SchedulerConnector:
         if self._store is None:
             return
         tracked = self._tracked(request)
-        blocks = (request.num_tokens - 1) // self._tokens
+        blocks = request.num_tokens // self._tokens
         if tracked.load and blocks > 0:
             tracked.held = computed() // self._tokens
             self._look_up(tracked, blocks)
 
     def find_tokens(self, request: EngineRequest, computed: int) -> int | None:
-        """How many tokens after the first `computed` can be loaded now.
+        """How many tokens after the first `computed` can be loaded now: all, if no step joins them.
 
         `None`: ask again in the next step, blocks of it are on their way from a disk.
         """
@@ -177,10 +177,14 @@ class SchedulerConnector:
             tracked.wait, tracked.asked, found, held=tracked.held, cause=request.request_id
         ):
             return None
-        matched = max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+        matched = max(0, min(found.ready, found.worth) - tracked.held)
+        if (tracked.held + matched) * self._tokens == request.num_tokens:
+            # The engine computes the last token in any case: it needs its logits. A block is not
+            # worth a load if nothing else is loaded, and a step must have something to compute.
+            matched -= matched == 1 or (matched > 1 and self._joins_step(tracked, matched - 1))
         if matched:
             self._unstarted.offered(request.request_id)
-        return matched
+        return matched * self._tokens
 
     def follow_request(self, request: EngineRequest, computed: int) -> None:
         """Another engine computes what follows the first `computed` tokens: nothing is loaded.
@@ -202,8 +206,7 @@ class SchedulerConnector:
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
-        # The last token is always computed: the engine needs its logits.
-        return tracked, (request.num_tokens - 1) // self._tokens
+        return tracked, request.num_tokens // self._tokens
 
     def _record(self, tracked: TrackedRequest) -> None:
         """Records a request once, unless it keeps out of the cache."""
@@ -252,12 +255,17 @@ class SchedulerConnector:
     def can_join(self, request: EngineRequest, matched: int) -> bool:
         """Whether a request computes on these tokens in the step that starts to load them."""
         tracked = self._requests[request.request_id]
-        blocks = matched // self._tokens
-        # Queued behind loads that no step waits for, the step would wait for those as well.
-        tracked.joins = self._joins.has_room(blocks, -(-blocks // self._most)) and all(
-            load.tracked.joins for load in self._loading.values()
-        )
+        tracked.joins = self._joins_step(tracked, matched // self._tokens)
         return tracked.joins
+
+    def _joins_step(self, tracked: TrackedRequest, blocks: int) -> bool:
+        # Queued behind loads that no step waits for, the step would wait for those as well.
+        last = (tracked.held + blocks) * self._tokens == tracked.request.num_tokens
+        return (
+            not last
+            and self._joins.has_room(blocks, -(-blocks // self._most))
+            and all(load.tracked.joins for load in self._loading.values())
+        )
 
     def note_started(self, request: EngineRequest) -> None:
         """The engine has made room for what was promised for a request, from wherever it comes."""
