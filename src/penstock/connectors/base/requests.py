@@ -272,6 +272,8 @@ class TrackedRequest:
     save: bool
     hints: RetentionHints = NO_HINTS
     tenant: str = ""
+    turn: int = 0
+    """Its number among the requests: what they decode is saved in different steps."""
     asked: Sequence[Key] = ()
     """Keys of the last lookup: the engine asks about a waiting request in every step."""
     found: Found | None = None
@@ -293,6 +295,8 @@ class TrackedRequest:
     """Whether the engine has started a load for it, or could not. vLLM reserves room for a load
     until its request is computed or preempted, also when the load has failed: the same load again
     must fit beside that room, and in a small pool it never does. So nothing more is offered."""
+    ran: bool = False
+    """Whether it was in a step since the engine started it: only then are its tokens computed."""
     recorded: bool = False
     voided: bool = False
     """Whether it runs on blocks from before a reset: what it computes from them is not saved."""

@@ -12,6 +12,9 @@ request. A request is deferred only while blocks of it come up from a disk (`req
 Requests that share a prefix load it separately: none waits for the load of another. A request
 gets one load: if it fails, or the engine cannot start it (`requests`), it is computed.
 
+What many requests decode at once is saved some blocks at a time, or when a request ends: every save
+is an operation of its own, for which the engine's thread pays, and the next turn comes later.
+
 The one rule: a block is saved in the step that computes it or a later one, while its request or a
 pin keeps the engine from reusing it. In KV groups whose blocks stay with a running request, the
 request keeps them; what a save still reads when the request ends is pinned then. In groups whose
@@ -21,6 +24,7 @@ in the next step its blocks may have left the window.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +54,10 @@ if TYPE_CHECKING:
     from penstock.vocabulary.keys import Key, OperationId
 
     Tables = Sequence[Sequence[int]]
+
+
+REQUESTS_A_BLOCK, DECODED_MAX = 8, 8
+"""One more block of each request is saved at a time for so many in a step; and how many at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +131,7 @@ class SchedulerConnector:
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
         self._requests: dict[str, TrackedRequest] = {}
+        self._turns = itertools.count()
         self._starting: list[RequestLoad] = []
         self._loading: dict[OperationId, _Load] = {}
         self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
@@ -202,7 +211,7 @@ class SchedulerConnector:
         tracked = self._tracked(request)
         self._give_up_saves(tracked)
         # All its blocks are recent.
-        tracked.voided = False
+        tracked.voided = tracked.ran = False
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
@@ -315,8 +324,8 @@ class SchedulerConnector:
             first += size
         self.counters.add("tokens_found", external)
 
-    def finish_request(self, name: str) -> None:
-        """Forgets a request that the engine has finished or aborted.
+    def finish_request(self, name: str, tables: Tables = ()) -> None:
+        """Forgets a request that the engine has finished or aborted, after saving the rest of it.
 
         A running load is cancelled, but its blocks stay reserved until the worker has reported
         its end. A load that its step computed on has ended with that step.
@@ -331,6 +340,10 @@ class SchedulerConnector:
             self._store.begin_turn(tracked.wait)
         self._joins.forget(name)
         self._unstarted.started(name)
+        if tables and tracked.ran and not self._window_groups:
+            # The last token was given, not computed.
+            known = min(tracked.request.num_computed_tokens, tracked.request.num_tokens - 1)
+            self._save_rest(tracked, known // self._tokens, tables)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)
@@ -420,20 +433,32 @@ class SchedulerConnector:
             self._counts.load_not_started(name)
 
     def _save_computed(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> None:
-        """Starts to save the blocks that the step completes."""
+        """Starts to save the blocks that the step completes, or some more a while later."""
+        some = max(1, min(len(scheduled) // REQUESTS_A_BLOCK, DECODED_MAX))
+        if self._window_groups:
+            some = 1  # A block may leave its window.
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
             if tracked is not None and tracked.arriving[1] and not tracked.joins:
                 self._count_kept(tracked)
-            # What is computed on a load is saved when the load was verified, in a later step.
-            if tracked is None or not tracked.save or tracked.voided or tracked.loads:
+            if tracked is None:
                 continue
+            tracked.ran = True
             request = tracked.request
             # Tokens that are scheduled but not known (asynchronous scheduling, drafts that
             # may be rejected) are left for a later step.
             known = min(request.num_computed_tokens + token_count, request.num_tokens)
-            if known // self._tokens > tracked.saved:
-                self._save(tracked, known // self._tokens, tables(name))
+            full = known // self._tokens
+            decodes = request.num_computed_tokens >= request.num_prompt_tokens
+            if full > tracked.saved and not (decodes and (full + tracked.turn) % some):
+                self._save_rest(tracked, full, tables(name))
+
+    def _save_rest(self, tracked: TrackedRequest, full: int, tables: Tables) -> None:
+        """Saves the blocks of a request up to one, but for what it must not save, or not yet."""
+        # What is computed on a load is saved when the load was verified, in a later step.
+        wanted = tracked.save and not tracked.voided and not tracked.loads
+        if wanted and full > tracked.saved:
+            self._save(tracked, full, tables)
 
     def _step_tiers(self) -> None:
         self._offload.step()
@@ -649,6 +674,7 @@ class SchedulerConnector:
                 save=options.save,
                 hints=options.hints,
                 tenant=tenant_of(request, self._quotas),
+                turn=next(self._turns),
             )
         return tracked
 

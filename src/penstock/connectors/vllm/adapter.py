@@ -401,11 +401,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 - what is still read is pinned
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same with several KV groups."""
         if self._scheduler is not None:
-            self._scheduler.finish_request(request.request_id)
+            # What is still read is pinned.
+            self._scheduler.finish_request(request.request_id, block_ids)
         if self._handoffs is None:
             return False, None
         completed = translation.is_completed(request)

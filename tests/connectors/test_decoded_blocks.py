@@ -1,0 +1,115 @@
+"""What many requests decode: saved some blocks at a time, and nothing of it lost at their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.runtime.messages import decode_plan
+
+TOKENS = 4
+PROMPT = 2 * TOKENS
+MANY = 64
+BLOCKS = 16
+"""Decoded by each request."""
+
+
+def decode(
+    make_engine: Any, make_request: Any, count: int, pool: int = 8192
+) -> tuple[Any, list[Any], list[list[Any]]]:
+    """So many requests at once, to the end of their answers: the saves of each step."""
+    engine = make_engine(pool=pool, host=4096, window_groups=())
+    requests = [
+        make_request(f"{number}", [*range(1000 * number, 1000 * number + PROMPT)])
+        for number in range(count)
+    ]
+    for request in requests:
+        engine.scheduler.find_tokens(request, 0)
+        engine.allocate(request, PROMPT // TOKENS + BLOCKS)
+    saves: list[list[Any]] = []
+
+    def step(tokens: int) -> None:
+        plan = engine.step({request.request_id: tokens for request in requests})
+        copies = decode_plan(plan.plan).copies if plan is not None and plan.plan else []
+        saves.append(copies)
+        for request in requests:
+            request.num_computed_tokens += tokens
+            request.all_token_ids.append(7)
+            engine.compute(request)
+
+    step(PROMPT)
+    for _ in range(BLOCKS * TOKENS):
+        step(1)
+    return engine, requests, saves
+
+
+def finish(engine: Any, requests: list[Any]) -> None:
+    for request in requests:
+        engine.scheduler.finish_request(request.request_id, engine.tables[request.request_id])
+    while engine.scheduler.pending:
+        engine.step()
+
+
+def found(engine: Any, make_request: Any, request: Any) -> int:
+    again = make_request(f"again {request.request_id}", request.all_token_ids)
+    return int(engine.scheduler.find_tokens(again, 0))
+
+
+def test_many_decoding_requests_take_a_save_every_other_step(
+    make_engine: Any, make_request: Any
+) -> None:
+    _, _, (prompts, *decoded) = decode(make_engine, make_request, MANY)
+
+    assert len(prompts) == MANY
+    # One by one it would be as many as blocks: 64 in every fourth step.
+    assert sum(map(len, decoded)) == MANY * BLOCKS / 8
+    assert max(map(len, decoded)) == MANY // 8
+
+
+def test_few_decoding_requests_are_saved_block_by_block(
+    make_engine: Any, make_request: Any
+) -> None:
+    _, _, (_, *decoded) = decode(make_engine, make_request, 4)
+
+    assert sum(map(len, decoded)) == 4 * BLOCKS
+
+
+def test_what_was_not_saved_yet_is_saved_when_its_request_ends(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine, requests, _ = decode(make_engine, make_request, MANY)
+    before = [found(engine, make_request, request) for request in requests]
+
+    finish(engine, requests)
+
+    assert min(before) < PROMPT + BLOCKS * TOKENS
+    whole = [PROMPT + BLOCKS * TOKENS] * MANY
+    assert [found(engine, make_request, request) for request in requests] == whole
+    assert engine.pool.pinned == 0
+
+
+def test_nothing_is_saved_of_a_request_that_ends_before_it_ran(
+    make_engine: Any, make_request: Any
+) -> None:
+    """Its tokens may count as computed all the same: another engine was to hand them over."""
+    engine = make_engine(window_groups=())
+    request = make_request("waiting", [*range(PROMPT)])
+    engine.scheduler.follow_request(request, 0)
+    engine.allocate(request, 2)
+    request.num_computed_tokens = PROMPT
+
+    finish(engine, [request])
+
+    assert found(engine, make_request, request) == 0
+
+
+def test_what_finds_no_room_for_pins_at_the_end_is_dropped_and_counted(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine, requests, _ = decode(make_engine, make_request, MANY, pool=1300)
+    engine.scheduler.counters.take()
+
+    finish(engine, requests)
+
+    assert engine.scheduler.counters.take()["blocks_dropped_pinned"] > 0
+    # A twentieth of the pool is pinned at a time, and as much was saved.
+    assert engine.pool.pinned == 0
