@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import msgspec
 import typer
 
 import penstock
@@ -26,6 +27,10 @@ from lab.bench.peer import VllmPeer
 from lab.bench.report import BenchReport
 from lab.bench.store import ROUNDS as STORE_ROUNDS
 from lab.bench.store import run_store
+from lab.bench.vllm_gpu import PARTS as GPU_PARTS
+from lab.bench.vllm_gpu import SHAPES as GPU_SHAPES
+from lab.bench.vllm_gpu import GpuPlan, run_vllm_gpu
+from lab.bench.vllm_gpu_child import SIDES as GPU_SIDES
 from lab.bench.vllm_handoff import PARTS as HANDOFF_PARTS
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
@@ -63,6 +68,7 @@ class BenchDevice(Enum):
 
 
 PAIR_ROUNDS = 9
+GPU = GpuPlan()
 
 WORKLOAD = {workload.name: workload for workload in WORKLOADS}
 """Those of `bench vllm`, by name."""
@@ -465,6 +471,53 @@ def bench_vllm(
     if RECORDING in names:
         run_recording(report, python=python, rounds=rounds)
     finish(report, json=json, check=check)
+
+
+@commands.command("vllm-gpu")
+def bench_vllm_gpu(
+    *,
+    json: JsonOption = None,
+    peer_python: PeerOption = None,
+    rounds: RoundsOption = GPU.rounds,
+    shape: Annotated[
+        str, typer.Option("--shape", help=f"Sizes of the model: {', '.join(GPU_SHAPES)}.")
+    ] = GPU.shape,
+    parts: Annotated[str, typer.Option("--only", help="By comma.")] = ",".join(GPU_PARTS),
+    sides: Annotated[str, typer.Option("--sides", help="By comma.")] = ",".join(GPU_SIDES),
+    lengths: Annotated[
+        str, typer.Option("--tokens", metavar="N,…", help="Lengths of prompts.")
+    ] = ",".join(map(str, GPU.lengths)),
+    room: Annotated[
+        str,
+        typer.Option(
+            "--room", metavar="TOKENS,GIB", help="What the device holds, and host memory."
+        ),
+    ] = f"{GPU.pool_tokens},{GPU.gib}",
+    options: Annotated[
+        str, typer.Option("--options", metavar="JSON", help="More of what vLLM is told.")
+    ] = "{}",
+) -> None:
+    """Measure vLLM on a GPU with and without connectors: what is right, first tokens, chats."""
+    known = {"--shape": GPU_SHAPES, "--only": GPU_PARTS, "--sides": GPU_SIDES}
+    for option, given in {"--shape": shape, "--only": parts, "--sides": sides}.items():
+        if not set(given.split(",")) <= set(known[option]):
+            raise typer.BadParameter(
+                f"is {given!r}, must be of {', '.join(known[option])}", param_hint=option
+            )
+    pool, gib = _counts(room, option="--room")
+    report = new_report()
+    plan = GpuPlan(
+        shape=shape,
+        parts=parts.split(","),
+        sides=sides.split(","),
+        lengths=_counts(lengths, option="--tokens"),
+        pool_tokens=pool,
+        gib=gib,
+        rounds=rounds,
+        options=msgspec.json.decode(options, type=dict[str, object]),
+    )
+    run_vllm_gpu(report, python=peer_python or Path(sys.executable), plan=plan)
+    finish(report, json=json, check=False)
 
 
 @commands.command("shared-prefix")
