@@ -35,7 +35,7 @@ DYNAMO := .venv-dynamo/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
+.PHONY: help demo test test-long test-vllm test-vllm-newest test-vllm-gpu check bench bench-interference \
     bench-vllm sim explore gpu docs dist clean ip browser redis promtool
 
 help: ## list these targets
@@ -59,6 +59,12 @@ test-vllm-newest: ## the same with VLLM_VERSION, the newest if not given, in bui
 	@PYTHON="$(PYTHON)" .ci/vllm-environment build/vllm-newest $(VLLM_VERSION)
 	@build/vllm-newest/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
 	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m "vllm and not long" tests/vllm
+
+test-vllm-gpu: ## the same on a GPU with PYTHON and its vLLM as they are, installing nothing
+	@PENSTOCK_VLLM_GPU=$${PENSTOCK_VLLM_GPU:-eager} TRITON_F32_DEFAULT=ieee \
+	    PYTHONPATH="src:server/src:.$${PYTHONPATH:+:$$PYTHONPATH}" \
+	    $(PYTHON) -m pytest -m "vllm and not long" \
+	    $(addprefix tests/vllm/test_,$(addsuffix .py,layerwise requests kinds disk pressure failing_loads shared windows))
 
 check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/ruff check .

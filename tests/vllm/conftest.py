@@ -111,9 +111,13 @@ def run(
     runs two engines that hand prompts over.
     """
 
+    from where import why_not_here  # noqa: PLC0415 - from the folder of this file
+
     def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         expected = -signal.SIGKILL if script.pop("dies", False) else 0
         ranks = script.get("ranks", 1)
+        if why_not := why_not_here(kind, ranks):
+            pytest.skip(why_not)
         environment = {
             **os.environ,
             "PYTHONPATH": sources(kind),

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import HIDDEN, VOCABULARY, make_tiny_adapter
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
+from where import ON_GPU, options_of
 
 from vllm import LLM, SamplingParams
 
@@ -117,7 +118,7 @@ def config_of(script: dict[str, Any]) -> str:
 
 
 def open_engine(model: str, script: dict[str, Any]) -> LLM:
-    if script.get("asynchronous"):
+    if script.get("asynchronous") and not ON_GPU:
         asynchronous.switch_on()
     transfer = None
     if script.get("connector"):
@@ -142,7 +143,6 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
         num_gpu_blocks_override=script.get("pool", 512),
         max_model_len=script.get("max_model_len", 1024),
         max_num_batched_tokens=script.get("max_num_batched_tokens", 2048),
-        enforce_eager=True,
         enable_prefix_caching=True,
         seed=0,
         tensor_parallel_size=script.get("ranks", 1),
@@ -150,7 +150,7 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
         distributed_executor_backend="mp",
         kv_transfer_config=transfer,
         disable_log_stats=False,
-        **script.get("options", {}),
+        **{**options_of(script), **script.get("options", {})},
     )
     steps = 2 if script.get("asynchronous") else 1
     assert llm.llm_engine.vllm_config.max_concurrent_batches == steps

@@ -38,7 +38,12 @@ import vllm.model_executor.models.gemma3  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402
 import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.executor.multiproc_executor  # noqa: E402
-import vllm.v1.worker.cpu_worker  # noqa: E402
+from where import ON_GPU  # noqa: E402
+
+if ON_GPU:
+    import vllm.v1.worker.gpu_worker
+else:
+    import vllm.v1.worker.cpu_worker
 
 import penstock.connectors.vllm.adapter  # noqa: E402, F401
 
@@ -57,7 +62,8 @@ def run_worker(*args: Any, **kwargs: Any) -> None:
     SPAWNED_WORKER(*args, **kwargs)
 
 
-vllm.v1.executor.multiproc_executor.WorkerProc.worker_main = staticmethod(run_worker)
+if not ON_GPU:
+    vllm.v1.executor.multiproc_executor.WorkerProc.worker_main = staticmethod(run_worker)
 
 
 def make_model(kind: str, folder: str) -> None:
@@ -93,7 +99,7 @@ def take_job(line: str) -> None:
 
 def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads after the imports: forks would miss them"
+    assert threads == 1 or ON_GPU, f"{threads} threads after the imports: forks would miss them"
     while line := sys.stdin.readline():
         pid = os.fork()
         if not pid:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from penstock.cache.operations import Purpose
 from penstock.connectors.base.requests import Pins
@@ -170,11 +171,14 @@ def rows_of(host: Any, slot: int) -> Any:
 def zero_on_device(device: Any, group: int, slots: list[int]) -> None:
     """Zeroes the last block that was loaded: every group needs that one."""
     slot = [slot for slot in slots if slot >= 0][-1]
-    blocks = device.blocks([slot])
-    for layer in blocks.layout.groups[group].layers:
+    tensors = device
+    if device.medium == "cuda":
+        tensors = device.tensors
+        torch.cuda.synchronize()  # Its loads are copied in another stream.
+    for layer in device.layout.groups[group].layers:
         for plane in layer.planes:
             start = plane.offset + slot * plane.block_stride
-            blocks.buffers[plane.buffer][start : start + plane.segment_bytes] = 0
+            tensors.numbers(plane.buffer, torch.uint8)[start : start + plane.segment_bytes] = 0
 
 
 class CountedPins(Pins):
