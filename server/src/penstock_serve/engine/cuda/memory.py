@@ -104,6 +104,8 @@ class GpuMemory:
             try:
                 each.map()
             except UnavailableError as error:
+                # They are being cleared, later than this where others use the device.
+                torch.cuda.synchronize(self._device)
                 for taken in missing[:done]:
                     taken.unmap()
                 free, _ = torch.cuda.mem_get_info(self._device)
