@@ -68,7 +68,32 @@ def _against_vllm(row: str) -> tuple[Bar, ...]:
     )
 
 
+def _on_gpu(row: str, unit: str = "ms") -> tuple[Bar, ...]:
+    names = {
+        "without a connector": "no connector",
+        "vLLM's OffloadingConnector": "OffloadingConnector",
+        "Penstock": "Penstock",
+        "Penstock, layer by layer": "Penstock, `layerwise`",
+    }
+    return tuple(
+        Bar(label, row, column, unit, ours="Penstock" in column)
+        for label, column in names.items()
+    )
+
+
 CHARTS = {
+    "chart-vllm-gpu.svg": (
+        Panel(
+            "vLLM on an H200, 8B sizes: first token, a document of 8,192 tokens and a question",
+            "median, shorter is better",
+            _on_gpu("8,192 tokens and a question of 100"),
+        ),
+        Panel(
+            "64 requests that decode while everything is saved: tokens a second",
+            "longer is better",
+            _on_gpu("64 requests decode while all is saved, tokens/s", ""),
+        ),
+    ),
     "chart-vllm.svg": (
         Panel(
             "vLLM on CPUs, chats: time to first token",
