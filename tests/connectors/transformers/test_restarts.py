@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from penstock.connectors.base.report import PromptReport
     from penstock.connectors.transformers.cache import PromptCache
-    from penstock.connectors.transformers.report import PromptReport
 
 
 def checkpoint(folder: Path, *, name: str = "Llama", seed: int = 0) -> Any:

@@ -9,6 +9,7 @@
 | `worker`        | a worker's side: executes plans, reports what failed                   |
 | `layerwise`     | loads that a step computes on while they arrive                        |
 | `statistics`    | counters, gauges, times, rate-limited warnings, prefill speed          |
+| `report`        | what became of the prompts of a script: hits, misses, bytes            |
 
 An adapter opens a `WorkerConnector` in each worker and a `SchedulerConnector` over all of them, and
 translates the engine's calls into theirs. Requests and block pools are described by the protocols

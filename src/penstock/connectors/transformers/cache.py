@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import penstock
+from penstock.connectors.base.report import PromptReport, tier_lines
 from penstock.connectors.transformers.layers import (
     BlockStage,
     Restored,
@@ -30,7 +31,6 @@ from penstock.connectors.transformers.layers import (
     rotary_limit,
     why_not,
 )
-from penstock.connectors.transformers.report import PromptReport, tier_lines
 from penstock.connectors.transformers.weights import weight_marks, weights_version
 from penstock.errors import PenstockError, UnavailableError, counted
 from penstock.vocabulary.arguments import as_int
