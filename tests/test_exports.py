@@ -124,14 +124,15 @@ def test_a_part_of_the_package_does_not_load_the_whole() -> None:
     assert not {"numpy", "penstock.exports", "penstock.runtime"} & {*loaded}
 
 
-def test_a_connector_is_a_name_that_loads_nothing_of_its_engine() -> None:
-    program = "import sys, penstock; penstock.transformers; print(*sys.modules)"
+@pytest.mark.parametrize("name", ["llama_cpp", "transformers"])
+def test_a_connector_is_a_name_that_loads_nothing_of_its_engine(name: str) -> None:
+    program = f"import sys, penstock; penstock.{name}; print(*sys.modules)"
 
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
 
-    assert "penstock.connectors.transformers" in loaded
-    assert not {"torch", "transformers", "numpy"} & {*loaded}
-    assert "transformers" in dir(penstock)
+    assert f"penstock.connectors.{name}" in loaded
+    assert not {"torch", "llama_cpp", "transformers", "numpy"} & {*loaded}
+    assert name in dir(penstock)
 
 
 def test_the_exports_do_not_load_torch() -> None:

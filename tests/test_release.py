@@ -47,6 +47,7 @@ IMPORTED_AS = {
 NOT_OURS = {
     "cuda": "comes with torch for CUDA",
     "huggingface_hub": "comes with transformers",
+    "llama_cpp": "whoever gives us a model of it has it",
     "transformers": "whoever gives us a model of it has it",
     "triton": "comes with torch for CUDA",
     "vllm": "imports us, from its own environment",

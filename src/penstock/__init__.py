@@ -5,6 +5,7 @@
     prefill = penstock.open_prefill(pair, kv=arrays)       # KV goes to another engine
     decode = penstock.open_decode(pair, kv=arrays)         # KV comes from another engine
     cache = penstock.transformers.open(model, "penstock.toml")       # prompts of transformers
+    cache = penstock.llama_cpp.open(llm, "penstock.toml")            # prompts of llama-cpp-python
 
 docs/api.md describes them; everything an engine needs is exported here, from `exports.py`.
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.connectors import llama_cpp as llama_cpp
     from penstock.connectors import transformers as transformers
     from penstock.exports import *  # noqa: F403
     from penstock.tiers.tensors import TensorTier as TensorTier
@@ -28,7 +30,7 @@ else:
     # torch is optional, and takes seconds to load: nothing but the name itself asks for it.
     _NEED_TORCH = frozenset({"TensorTier"})
     # Each is a package of its own, beside what it is for.
-    _CONNECTORS = frozenset({"transformers"})
+    _CONNECTORS = frozenset({"llama_cpp", "transformers"})
 
     def __getattr__(name: str) -> object:
         from penstock.lazy_names import homes_of, import_module, load_name  # noqa: PLC0415

@@ -71,6 +71,7 @@ SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
 TESTED_PACKAGES = {
     "torch": (2, 13),
     "transformers": (5, 22),
+    "llama-cpp-python": (0, 3, 36),
     "nixl": (1, 5),
     "nixl-cu12": (1, 5),
     "mooncake-transfer-engine": (0, 3, 13),

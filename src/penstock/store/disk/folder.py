@@ -96,32 +96,12 @@ class DiskFolder:
 
     def _take(self) -> tuple[int, int]:
         """Descriptors of the folder, which is made if need be, and of its lock."""
-        fd = self._open()
+        fd = open_private_folder(self.path)
         try:
             return fd, self._lock(fd)
         except UnavailableError:
             os.close(fd)
             raise
-
-    def _open(self) -> int:
-        if self.path.is_symlink():
-            raise UnavailableError(
-                f"folder {self.path} is a symbolic link to {os.path.realpath(self.path)}, must be "
-                "a folder: others may turn the link; give the path that it leads to"
-            )
-        try:
-            self.path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(self.path, flags)
-        except OSError as error:
-            raise UnavailableError(
-                f"folder {self.path} cannot be used: {error.strerror}"
-            ) from error
-        problem = _why_not_ours(self.path, os.fstat(fd))
-        if problem:
-            os.close(fd)
-            raise UnavailableError(problem)
-        return fd
 
     def _lock(self, folder: int) -> int:
         try:
@@ -250,6 +230,29 @@ class DiskFolder:
     def close(self) -> None:
         for fd in (self._lock_fd, self.fd, *self._retired):
             os.close(fd)
+
+
+def open_private_folder(path: Path) -> int:
+    """A descriptor of a folder that only this user can write to; it is made if it is missing.
+
+    Raises `UnavailableError`: it cannot be made or used, or others can write to it.
+    """
+    if path.is_symlink():
+        raise UnavailableError(
+            f"folder {path} is a symbolic link to {os.path.realpath(path)}, must be "
+            "a folder: others may turn the link; give the path that it leads to"
+        )
+    try:
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags)
+    except OSError as error:
+        raise UnavailableError(f"folder {path} cannot be used: {error.strerror}") from error
+    problem = _why_not_ours(path, os.fstat(fd))
+    if problem:
+        os.close(fd)
+        raise UnavailableError(problem)
+    return fd
 
 
 def _why_not_ours(path: Path, found: os.stat_result) -> str:
