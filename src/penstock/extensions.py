@@ -1,4 +1,4 @@
-"""Parts that other distributions add: tier kinds, eviction policies and data transports.
+"""Parts that other distributions add: stores, tier kinds, eviction policies, data transports.
 
 A distribution names its part in an entry point, in its `pyproject.toml`:
 
@@ -10,6 +10,7 @@ and a configuration then uses it like a built-in one: `eviction = "clock"`.
 | group                 | the entry point names                       | used by                    |
 |-----------------------|---------------------------------------------|----------------------------|
 | `penstock.policies`   | a callable that makes an `EvictionPolicy`   | `eviction`                 |
+| `penstock.stores`     | a callable that opens a `BlobStore`         | `store` of a shared tier   |
 | `penstock.tiers`      | a `TierFactory`                             | `kind` of a tier           |
 | `penstock.transports` | a `DataTransport`                           | `transport` of `[handoff]` |
 
@@ -141,6 +142,9 @@ def _owner(point: EntryPoint) -> str:
 
 OTHER_POLICIES: ExtensionGroup[Callable[..., Any]] = ExtensionGroup(
     "penstock.policies", "a callable (slot_count, standing) that makes an EvictionPolicy", callable
+)
+OTHER_STORES: ExtensionGroup[Callable[..., Any]] = ExtensionGroup(
+    "penstock.stores", "a callable (address, *, threads) that opens a BlobStore", callable
 )
 OTHER_TIERS: ExtensionGroup[TierFactory] = ExtensionGroup(
     "penstock.tiers",

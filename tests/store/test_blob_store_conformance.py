@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.fixtures.blob_store_suite import SOON_S, BlobStoreSuite, FailingBlobStoreSuite
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from penstock.config.shared_stores import MooncakeSettings, RedisSettings
 from penstock.store.clients.blobs import BlobStoreError, BlobWrite
 from penstock.store.clients.mooncake import MooncakeBlobs
 from penstock.store.clients.redis import RedisBlobs
+from penstock.testing.blob_store_suite import SOON_S, BlobStoreSuite, FailingBlobStoreSuite
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lab.fixtures.blob_store_suite import BlobStoreSuite
 from lab.fixtures.lying_blobs import Lie, LyingBlobs
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from penstock.store.clients.blobs import (
@@ -15,6 +14,7 @@ from penstock.store.clients.blobs import (
     BlobStoreError,
     BlobWrite,
 )
+from penstock.testing.blob_store_suite import BlobStoreSuite
 from penstock.testing.seeds import failing_seed
 
 VALUE = bytes(range(1, 129))

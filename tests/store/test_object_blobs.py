@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 from obstore.store import AzureStore, GCSStore
 
-from lab.fixtures.blob_store_suite import BlobStoreSuite
 from penstock.config.shared_stores import ObjectSettings
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.clients.blobs import (
@@ -42,6 +41,7 @@ from penstock.store.clients.objects import (
     decode_manifest,
     open_objects,
 )
+from penstock.testing.blob_store_suite import BlobStoreSuite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

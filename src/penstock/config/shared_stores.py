@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
 
 from penstock.errors import ConfigError
+from penstock.extensions import OTHER_STORES
 from penstock.vocabulary.arguments import as_text
 from penstock.vocabulary.schema import (
     Gib,
@@ -541,9 +542,38 @@ class ObjectSettings(SharedOptions):
         return self.url.partition("://")[2]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherStoreSettings(SharedOptions):
+    """Which store of another distribution, and what it is told."""
+
+    store: Text
+    """`NAME` or `NAME:ADDRESS`: an installed store (entry point `penstock.stores`), and what its
+    client is told, without a password."""
+    compression: Compression = "off"
+    """Whether blocks are written compressed, without loss."""
+
+    def _require_sense(self) -> None:
+        installed = OTHER_STORES.names()
+        if self.name not in installed:
+            raise ConfigError(
+                "store",
+                f"names {self.name!r}, must be NAME or NAME:ADDRESS of an installed store: "
+                f"{', '.join(installed) or 'there is none'}",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.store.partition(":")[0]
+
+    @property
+    def address(self) -> str:
+        return self.store.partition(":")[2]
+
+
 CLIENT_SETTINGS: Mapping[str, Callable[..., SharedOptions]] = {
     "redis": RedisSettings,
     "mooncake": MooncakeSettings,
     "objects": ObjectSettings,
+    "shared": OtherStoreSettings,
 }
 """The settings of each kind of shared store, made from the keys of its tier."""

@@ -49,6 +49,7 @@ from penstock.config.shared_stores import (
     HostOptions,
     MooncakeSettings,
     ObjectSettings,
+    OtherStoreSettings,
     RedisSettings,
     port_range,
     require_address,
@@ -203,6 +204,7 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "redis": settings_of(RedisSettings),
     "mooncake": settings_of(MooncakeSettings),
     "objects": settings_of(ObjectSettings),
+    "shared": settings_of(OtherStoreSettings),
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
 SHARED_KINDS = frozenset(CLIENT_SETTINGS)
@@ -279,7 +281,7 @@ class TierKind:
     """What a tier is made of, with the settings that only this kind has."""
 
     name: Annotated[str, String(), "kind"]
-    """`memory`, `host`, `disk`, `redis`, `mooncake`, `objects`, or an installed one."""
+    """`memory`, `host`, `disk`, `redis`, `mooncake`, `objects`, `shared`, or an installed one."""
     options: Mapping[str, Value] = field(default_factory=dict)
     required: YesNo = False
     """True (not for stored tiers): no memory for the tier is an error; false: the cache runs

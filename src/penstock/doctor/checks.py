@@ -79,7 +79,7 @@ TESTED_PACKAGES = {
 }
 """As in constraints.txt, which is not part of the package; a test compares them."""
 STORE_KINDS = tuple(CLIENT_SETTINGS)
-"""Shared stores; each kind has an extra of the same name."""
+"""Shared stores; each kind but `shared` has an extra of the same name."""
 EQUIVALENTS = {
     "mooncake": ("mooncake-transfer-engine-non-cuda",),
     "nixl": ("nixl-cu12", "nixl-cu13"),
@@ -463,7 +463,8 @@ def _wanted_extras(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 def _extras_of_tier(name: str, kind: TierKind) -> Iterator[tuple[str, str]]:
     options = kind.options
-    if kind.name in STORE_KINDS and not str(options.get("url", "")).startswith("file:"):
+    in_extra = kind.name in STORE_KINDS and kind.name != "shared"
+    if in_extra and not str(options.get("url", "")).startswith("file:"):
         yield kind.name, f"tier {name!r} is of kind {kind.name!r}"
     if options.get("compression", "off") != "off":
         yield "compression", f"tier {name!r} has compression"

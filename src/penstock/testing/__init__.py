@@ -15,12 +15,14 @@ of it on your class. The suites need pytest.
 |                      | `MoverSuite` for any other                                            |
 | an eviction policy   | `PolicySuite`                                                         |
 | a data transport     | `DataTransportSuite`                                                  |
+| a client of a store  | `BlobStoreSuite`, or `FailingBlobStoreSuite` if a test can stop it    |
 
 Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `LoadingMoverSuite`,
-`CheckingMoverSuite`, `PolicySuite`, `DataTransportSuite`; what they take, `Ends`, `SuiteWriter`,
+`CheckingMoverSuite`, `PolicySuite`, `DataTransportSuite`, `BlobStoreSuite`,
+`FailingBlobStoreSuite`; what they take, `Ends`, `SuiteWriter`,
 `LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of layouts `tier_suite.draw_blocks`,
 `tier_suite.read_slots` and `tier_suite.write_slots`. Suites for parts that only Penstock itself can
-have, as control channels and clients of shared stores, are in `lab/fixtures` of its repository.
+have, as control channels, are in `lab/fixtures` of its repository.
 docs/conformance.md has an example.
 
 The one rule: this file loads no suite. Processes that a suite starts are modules of this package,
@@ -34,6 +36,8 @@ from typing import TYPE_CHECKING
 from penstock.lazy_names import homes_of, load_name
 
 if TYPE_CHECKING:
+    from penstock.testing.blob_store_suite import BlobStoreSuite as BlobStoreSuite
+    from penstock.testing.blob_store_suite import FailingBlobStoreSuite as FailingBlobStoreSuite
     from penstock.testing.data_transport_suite import DataTransportSuite as DataTransportSuite
     from penstock.testing.mover_suite import CheckingMoverSuite as CheckingMoverSuite
     from penstock.testing.mover_suite import Ends as Ends

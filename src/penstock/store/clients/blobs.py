@@ -6,6 +6,8 @@
     mooncake_blobs   MooncakeBlobs  Mooncake Store          penstock[mooncake]
     object_blobs     ObjectBlobs    S3, GCS, Azure, folder  penstock[objects]
 
+and those of other distributions, by their entry points (`penstock.stores`).
+
 The rules of a client:
 
 - Several threads call it at once (`threads` of them), and each call waits, no longer than its
@@ -20,7 +22,7 @@ The rules of a client:
 - A name, range or time limit that breaks a rule of this file is a `ValueError`, before the store is
   asked: `check_names`, `check_reads` and `check_record`.
 
-`BlobStoreSuite` in `lab/fixtures` has these rules as tests.
+`BlobStoreSuite` in `penstock.testing` has these rules as tests.
 """
 
 from __future__ import annotations

@@ -19,22 +19,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
-from penstock.config.shared_stores import MooncakeSettings, ObjectSettings, RedisSettings
+from penstock.config.shared_stores import (
+    MooncakeSettings,
+    ObjectSettings,
+    OtherStoreSettings,
+    RedisSettings,
+)
 from penstock.errors import ConfigError, PenstockError, UnavailableError, install_hint
+from penstock.extensions import OTHER_STORES
 from penstock.store.base import OPENING, AskedTier, StoreTier, TierState
+from penstock.store.clients.blobs import BlobStore
 from penstock.store.disk.format import load_cipher
 from penstock.store.disk.tier import DiskTier
 from penstock.store.process.messages import StoreTierConfig
 from penstock.store.shared.tier import SharedTier
 from penstock.vocabulary.frames import short
-
-if TYPE_CHECKING:
-    from penstock.store.clients.blobs import BlobStore
-
 
 Options = Mapping[str, Any]
 
@@ -57,10 +60,22 @@ def _objects(options: Options) -> BlobStore:
     return open_objects(ObjectSettings(**options))
 
 
+def _other(options: Options) -> BlobStore:
+    settings = OtherStoreSettings(**options)
+    opener = OTHER_STORES.find(settings.name, "store")
+    assert opener is not None  # The settings have looked.
+    found = opener(settings.address, threads=settings.threads)
+    if not isinstance(found, BlobStore):
+        what = f"opens a {type(found).__name__}, must open a BlobStore"
+        raise ConfigError("store", f"is {settings.name!r}, which {what}")
+    return found
+
+
 CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
     "redis": _redis,
     "mooncake": _mooncake,
     "objects": _objects,
+    "shared": _other,
 }
 """A new kind adds a row here and its settings in `CLIENT_SETTINGS` of `penstock.config`."""
 
@@ -73,9 +88,9 @@ def open_client(kind: str, options: Options) -> BlobStore:
     try:
         return CLIENTS[kind](options)
     except ImportError as error:
+        how = "see its own manual" if kind == "shared" else install_hint(kind)
         raise UnavailableError(
-            f"kind {kind!r} needs a package that is not installed ({error.name}): "
-            f"{install_hint(kind)}"
+            f"kind {kind!r} needs a package that is not installed ({error.name}): {how}"
         ) from error
 
 
