@@ -76,8 +76,7 @@ def _on_gpu(row: str, unit: str = "ms") -> tuple[Bar, ...]:
         "Penstock, layer by layer": "Penstock, `layerwise`",
     }
     return tuple(
-        Bar(label, row, column, unit, ours="Penstock" in column)
-        for label, column in names.items()
+        Bar(label, row, column, unit, ours="Penstock" in column) for label, column in names.items()
     )
 
 
