@@ -163,6 +163,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: Any = None
         self._withhold: Callable[[str, Sequence[int], int], None] | None = None
         self._layerwise = settings.layerwise
+        self._counts_on_device = self._layerwise and vllm_config.use_v2_model_runner
+        """Whether workers do not see by themselves that a step was taken back."""
         self._layers: dict[str, int] = {}
         self._at_layers: WorkerConnector | None = None
         """Set while the layers of this step wait for loads."""
@@ -375,7 +377,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = self._scheduler.plan_step(
             *step, receiving=self._handoffs is not None and self._handoffs.receiving
         )
-        if self._vllm_config.use_v2_model_runner:
+        if self._counts_on_device:
             for request in self._scheduler.taken_back:
                 translation.begin_again(scheduler_output, request, self._kv_cache_manager)
         return StepMetadata(
