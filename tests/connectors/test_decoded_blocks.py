@@ -14,10 +14,10 @@ BLOCKS = 16
 
 
 def decode(
-    make_engine: Any, make_request: Any, count: int, pool: int = 8192
+    make_engine: Any, make_request: Any, count: int, pool: int = 8192, host: int = 4096
 ) -> tuple[Any, list[Any], list[list[Any]]]:
     """So many requests at once, to the end of their answers: the saves of each step."""
-    engine = make_engine(pool=pool, host=4096, window_groups=())
+    engine = make_engine(pool=pool, host=host, window_groups=())
     requests = [
         make_request(f"{number}", [*range(1000 * number, 1000 * number + PROMPT)])
         for number in range(count)
@@ -113,3 +113,16 @@ def test_what_finds_no_room_for_pins_at_the_end_is_dropped_and_counted(
     assert engine.scheduler.counters.take()["blocks_dropped_pinned"] > 0
     # A twentieth of the pool is pinned at a time, and as much was saved.
     assert engine.pool.pinned == 0
+
+
+def test_what_finds_no_room_for_pins_costs_nobody_else_his_room(
+    make_engine: Any, make_request: Any
+) -> None:
+    kept = MANY * (PROMPT // TOKENS + BLOCKS)
+    engine, requests, _ = decode(make_engine, make_request, MANY, pool=1300, host=kept // 2)
+    before = sum(found(engine, make_request, request) for request in requests)
+    engine.scheduler._pins.count = engine.scheduler._pins.limit  # Others have them all.
+
+    finish(engine, requests)
+
+    assert sum(found(engine, make_request, request) for request in requests) == before

@@ -47,15 +47,26 @@ def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_reque
     assert engine.pool.pinned == 6
 
 
-def test_a_prompt_of_whole_blocks_is_found_whole(engine: Any, make_request: Any) -> None:
+def test_a_prompt_of_whole_blocks_is_found_whole(make_engine: Any, make_request: Any) -> None:
     """The engine computes its last token in any case, for the logits."""
+    engine = make_engine(window_groups=())
     engine.run(make_request("first", PROMPT[:24]))
 
     assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 24
     assert engine.scheduler.find_tokens(make_request("half", PROMPT[:24]), 12) == 12
 
 
-def test_nothing_is_loaded_for_the_last_token_alone(engine: Any, make_request: Any) -> None:
+def test_not_where_windows_are_kept_for_the_token_behind_it(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine = make_engine(groups=2, window_groups=(1,))
+    engine.run(make_request("first", PROMPT[:24]))
+
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 20
+
+
+def test_nothing_is_loaded_for_the_last_token_alone(make_engine: Any, make_request: Any) -> None:
+    engine = make_engine(window_groups=())
     engine.run(make_request("first", PROMPT[:24]))
 
     assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 20) == 0

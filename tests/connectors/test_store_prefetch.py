@@ -468,3 +468,16 @@ def test_a_long_queue_takes_half_of_host_memory_and_the_rest_is_asked_for_in_tur
     assert in_turn
     assert again, "others may have pushed its blocks out"
     assert ask(StoreWait()), "there is room for the next one"
+
+
+def test_nobody_waits_for_a_last_block_that_the_engine_computes_again(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    with closing(make_engine(disk=filled, window_groups=())) as engine:
+        start(engine)
+        again = make_request("again", PROMPT[: 6 * TOKENS])
+
+        engine.scheduler.expect_request(again, lambda: 5 * TOKENS)
+
+        assert engine.scheduler.find_tokens(again, 5 * TOKENS) == 0
+        assert "disk_wait_seconds" not in engine.scheduler.counters.take()

@@ -9,14 +9,10 @@ import pytest
 PENSTOCK = ["PenstockConnector", "penstock.connectors.vllm"]
 TAMPERED = ["TamperedConnector", "tampered_connector"]
 BLOCK = 32
-LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK]
-HITS = [9 * BLOCK, 6 * BLOCK, 3 * BLOCK]
-"""What of each prompt vLLM finds on its device, and a step on loads below it: whole blocks, but not
-the last one of a prompt that ends with it, whose logits are needed."""
-BELOW = [9 * BLOCK, 6 * BLOCK, 4 * BLOCK]
-"""What of each prompt is found below the device and loaded before its step."""
-LOADED = sum(BELOW) - 1
-"""Tokens of these that need not be computed: all but the last of the third prompt."""
+LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK + 1]
+HITS = [9 * BLOCK, 6 * BLOCK, 4 * BLOCK]
+"""What of each prompt can be reused; prompts of whole blocks are those of `WHOLE`."""
+WHOLE = [4 * BLOCK]
 DETECTED = ["flip", "exchange", "older", "layers", "tail", "sums"]
 """What `tampered_connector` does to blocks in host memory, and must be found."""
 

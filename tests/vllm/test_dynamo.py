@@ -18,7 +18,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BELOW, BLOCK, LENGTHS, PENSTOCK, cached, generate
+from comparing import BLOCK, HITS, LENGTHS, PENSTOCK, cached, generate
 
 from tests.ports import free_ports
 
@@ -192,9 +192,9 @@ def test_what_the_router_counts_follows_blocks_down_up_and_through_a_restart(
     )
 
     assert told(first) == [NOWHERE, DEVICE, HOST, DISK, DEVICE]
-    assert cached(first[-2]) == BELOW, "what the router was told of can be loaded"
+    assert cached(first[-2]) == HITS, "what the router was told of can be loaded"
     assert told(second) == [NOWHERE, DEVICE, HOST, DISK, NOWHERE]
-    assert cached(second[1]) == BELOW
+    assert cached(second[1]) == HITS
 
 
 def test_the_router_counts_no_block_of_a_shared_store_for_one_engine(

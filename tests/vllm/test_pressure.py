@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from comparing import (
-    BELOW,
     BLOCK,
     HITS,
     PENSTOCK,
@@ -221,7 +220,7 @@ def test_another_salt_finds_nothing_of_others(plain: dict[str, Any], roomy: Resu
     first, second = roomy[11:13]
 
     assert cached(first) == [0, 0, 0]
-    assert cached(second) == BELOW
+    assert cached(second) == HITS
     assert agree(second, plain["cold"])
 
 
@@ -241,7 +240,7 @@ def test_hints_are_obeyed_and_wrong_ones_keep_a_request_out(roomy: Results) -> N
     assert saved[1] == saved[0]
     assert cached(again) == [0, 0, 0]
     assert saved[2] > saved[1]
-    assert cached(kept) == BELOW
+    assert cached(kept) == HITS
     assert counted(wrong, "requests_refused") == len(HITS)
     assert saved[4] == saved[3]
 
@@ -265,7 +264,7 @@ def two_ranks(run: Run) -> Results:
 
 
 def test_two_ranks_load_what_each_of_them_saved(two_ranks: Results, plain: dict[str, Any]) -> None:
-    assert cached(two_ranks[2]) == BELOW
+    assert cached(two_ranks[2]) == HITS
     assert agree(two_ranks[0], plain["cold"])
     assert agree(two_ranks[2], plain["cold"])
     # Each has memory of its own: they hold different heads.

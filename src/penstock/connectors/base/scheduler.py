@@ -158,10 +158,9 @@ class SchedulerConnector:
         if self._store is None:
             return
         tracked = self._tracked(request)
-        blocks = request.num_tokens // self._tokens
-        if tracked.load and blocks > 0:
+        if tracked.load and request.num_tokens > self._tokens:
             tracked.held = computed() // self._tokens
-            self._look_up(tracked, blocks)
+            self._look_up(tracked, self._findable(tracked))
 
     def find_tokens(self, request: EngineRequest, computed: int) -> int | None:
         """How many tokens after the first `computed` can be loaded now: all, if no step joins them.
@@ -187,10 +186,9 @@ class SchedulerConnector:
         ):
             return None
         matched = max(0, min(found.ready, found.worth) - tracked.held)
-        if (tracked.held + matched) * self._tokens == request.num_tokens:
-            # The engine computes the last token in any case: it needs its logits. A block is not
-            # worth a load if nothing else is loaded, and a step must have something to compute.
-            matched -= matched == 1 or (matched > 1 and self._joins_step(tracked, matched - 1))
+        if matched > 1 and (tracked.held + matched) * self._tokens == request.num_tokens:
+            # A step must have something to compute.
+            matched -= self._joins_step(tracked, matched - 1)
         if matched:
             self._unstarted.offered(request.request_id)
         return matched * self._tokens
@@ -215,7 +213,17 @@ class SchedulerConnector:
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
-        return tracked, request.num_tokens // self._tokens
+        return tracked, self._findable(tracked)
+
+    def _findable(self, tracked: TrackedRequest) -> int:
+        """How many leading blocks may be found of a request, of which the engine holds some.
+
+        It computes the last token in any case, for its logits: for that alone nothing is loaded.
+        And windows are kept for the token behind what is found, not for one within it.
+        """
+        blocks, rest = divmod(tracked.request.num_tokens, self._tokens)
+        last = not rest and (self._window_groups or tracked.held + 1 >= blocks)
+        return blocks - 1 if last else blocks
 
     def _record(self, tracked: TrackedRequest) -> None:
         """Records a request once, unless it keeps out of the cache."""
@@ -341,9 +349,11 @@ class SchedulerConnector:
         self._joins.forget(name)
         self._unstarted.started(name)
         if tables and tracked.ran and not self._window_groups:
-            # The last token was given, not computed.
+            # The last token was given, not computed. What cannot be pinned need not make room.
             known = min(tracked.request.num_computed_tokens, tracked.request.num_tokens - 1)
-            self._save_rest(tracked, known // self._tokens, tables)
+            room = self._pins.room - sum(map(len, tracked.saves.values()))
+            rest = max(0, room // len(self._whole_groups))
+            self._save_rest(tracked, min(known // self._tokens, tracked.saved + rest), tables)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)

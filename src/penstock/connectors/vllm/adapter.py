@@ -544,7 +544,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """What the step computes on starts now, the rest when it was submitted."""
         self._at_layers = None
-        self._computes = translation.computes(forward_context, kwargs.get("attn_metadata"))
+        self._computes = translation.computes(forward_context, kwargs)
         if self._worker is not None and self._layerwise:
             step = self._get_connector_metadata().step
             by_layer = translation.waits_at_layers(forward_context)

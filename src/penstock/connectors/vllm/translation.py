@@ -255,14 +255,14 @@ def stream_beside() -> Callable[[], int]:
     return lambda: int(stream.cuda_stream)
 
 
-def computes(forward_context: Any, attn_metadata: Any) -> bool:
+def computes(forward_context: Any, batch: Mapping[str, Any]) -> bool:
     """Whether the step has a forward pass; one without is there for connectors alone.
 
     Args:
         forward_context: of the pass.
-        attn_metadata: of a pass that the V2 model runner replays whole, without a context.
+        batch: what the V2 model runner says of a pass, which it may replay without a context.
     """
-    return forward_context.attn_metadata is not None or attn_metadata is not None
+    return forward_context.attn_metadata is not None or bool(batch)
 
 
 def waits_at_layers(forward_context: Any) -> bool:
