@@ -136,6 +136,45 @@ def test_sleep_mode_is_refused_whether_vllm_asks_or_not() -> None:
     assert not PenstockConnector.supports_sleep_mode(None)
 
 
+@pytest.mark.parametrize("states_first", [True, False])
+def test_a_model_with_states_is_refused_by_the_kind_of_its_group(*, states_first: bool) -> None:
+    """Whichever group comes first: vLLM must start without the connector."""
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
+
+    from penstock.connectors.vllm.translation import engine_of  # noqa: PLC0415
+
+    states = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    specs = [states, attention] if states_first else [attention, states]
+    sizes = dict.fromkeys(("pipeline", "decode_context", "prefill_context"), 1)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{f"{name}_parallel_size": size for name, size in sizes.items()},
+            world_size=1,
+            rank=0,
+            nnodes=1,
+            data_parallel_index=0,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False, get_total_num_kv_heads=partial(int, 2)
+        ),
+        kv_transfer_config=SimpleNamespace(engine_id="e"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )
+    groups = [KVCacheGroupSpec([f"layers.{at}"], spec) for at, spec in enumerate(specs)]
+
+    engine = engine_of(config, SimpleNamespace(kv_cache_groups=groups, num_blocks=8))
+
+    assert engine.why_not() == "a KV group is of kind MambaSpec, must be attention"
+
+
 def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415
 

@@ -85,6 +85,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
     parallel = vllm_config.parallel_config
     unsupported: list[str] = []
     groups: list[LayerGroup] = []
+    dtypes: list[str] = []
     for group in kv_cache_config.kv_cache_groups:
         spec = _one_spec(group.kv_cache_spec)
         kind = _kind(spec)
@@ -99,9 +100,9 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
                 channels=_dense_channels(spec),
             )
         )
+        dtypes.append(str(spec.dtype).removeprefix("torch."))
     unsupported += why_unsupported(vllm_config)
-    specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    latent = all(_kind(spec) is GroupKind.LATENT for spec in specs)
+    latent = all(group.kind is GroupKind.LATENT for group in groups)
     return ServedEngine(
         name=f"{vllm_config.kv_transfer_config.engine_id}-{parallel.data_parallel_index}",
         groups=tuple(groups),
@@ -109,7 +110,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
         rank_count=parallel.world_size,
         rank=parallel.rank,
         equal_ranks=latent and parallel.nnodes == 1,
-        kv_dtype=str(specs[0].dtype).removeprefix("torch.") if groups else "",
+        kv_dtype=dtypes[0] if dtypes else "",
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
         device=vllm_config.device_config.device_type,
         unsupported=tuple(unsupported),
