@@ -13,6 +13,7 @@ import pytest
 import penstock
 from penstock.connectors.base.keys import (
     CHAINS_KEPT,
+    Drafts,
     KeyChains,
     RequestKeys,
     read_options,
@@ -78,6 +79,49 @@ def test_no_token_is_hashed_twice(make_request: Any) -> None:
         keys.upto(count)
 
     assert Once.asked == len(TOKENS)
+
+
+def drafted_keys(request: Any, *, name: str = "eagle:a", ahead: int = 1) -> list[bytes]:
+    chains = KeyChains(CONFIG, drafts=Drafts(name=name, ahead=ahead))
+    return list(RequestKeys(chains, request).upto(100))
+
+
+def test_with_layers_that_draft_a_key_names_the_tokens_behind_its_block(make_request: Any) -> None:
+    request = make_request("a", TOKENS)
+    other = make_request("a", [*TOKENS[:8], 7, *TOKENS[9:]])
+
+    keys = drafted_keys(request)
+
+    assert len(keys) == 3
+    assert not {*keys} & {*keys_of(request)}
+    # The second block is followed by another token; all of the first, and what follows, is equal.
+    assert [a == b for a, b in zip(keys, drafted_keys(other), strict=True)] == [True, False, False]
+    assert not {*keys} & {*drafted_keys(request, name="eagle:b")}
+    assert len({keys[0], drafted_keys(request, ahead=0)[0], drafted_keys(request, ahead=2)[0]}) == 3
+
+
+def test_with_layers_that_draft_a_key_comes_with_the_tokens_behind_its_block(
+    make_request: Any,
+) -> None:
+    request = make_request("a", TOKENS[:8])
+    chains = KeyChains(CONFIG, drafts=Drafts(name="mtp", ahead=2))
+    keys = RequestKeys(chains, request)
+    counts = []
+
+    for token in [*TOKENS[8:], 1]:
+        counts.append(len(keys.upto(100)))
+        request.all_token_ids.append(token)
+
+    assert counts == [1, 1, 2, 2, 2, 2]
+    assert len(keys.upto(100)) == 3
+    assert keys.upto(100) == list(RequestKeys(chains, request).upto(100))
+
+
+def test_with_layers_that_draft_an_image_behind_a_block_is_in_its_key(make_request: Any) -> None:
+    plain = drafted_keys(make_request("a", TOKENS))
+    found = [drafted_keys(make_request("a", TOKENS, mm_features=[image(name, 4)])) for name in "xy"]
+
+    assert len({plain[0], found[0][0], found[1][0]}) == 3
 
 
 def test_a_salt_is_not_an_adapter(make_request: Any) -> None:

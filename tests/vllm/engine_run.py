@@ -459,10 +459,10 @@ def processes() -> list[tuple[int, list[bytes]]]:
 
 
 def metrics_of(llm: LLM) -> dict[str, float]:
-    wanted = ("vllm:penstock", "vllm:num_preemptions", "vllm:external_prefix_cache")
+    wanted = ("vllm:penstock", "vllm:num_preemptions", "vllm:external_prefix_cache", "vllm:spec_")
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if metric.name.startswith(wanted):
+        if metric.name.startswith(wanted) and not metric.name.endswith("_per_pos"):
             # A histogram has no value of its own: how many there were is enough here.
             value = metric.count if hasattr(metric, "count") else metric.value
             found[metric.name] = found.get(metric.name, 0) + value

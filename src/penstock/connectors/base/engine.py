@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
+    from penstock.connectors.base.keys import Drafts
     from penstock.vocabulary.layout import Group
     from penstock.vocabulary.planes import Plane
 
@@ -70,6 +71,8 @@ class ServedEngine:
     kv_dtype: str = "bfloat16"
     kv_heads: int = 1
     """KV heads of the whole model, for those layers that have heads."""
+    drafts: Drafts | None = None
+    """Layers among those of the groups that draft tokens."""
     device: str = "cpu"
     """Where its KV lies."""
     unsupported: tuple[str, ...] = ()

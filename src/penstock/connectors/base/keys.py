@@ -8,6 +8,9 @@ adapter, its salt and its media, each in a field of its own.
 The one rule: a token that is not known yet is not hashed. Under asynchronous scheduling an engine
 counts tokens as computed before it knows them.
 
+Layers that draft tokens (EAGLE, MTP) compute the KV of a token from the tokens behind it as well.
+Where a block has such layers, its key names those tokens too, and is there when they are known.
+
 A router knows blocks by the engine's hashes, from the events of the engine's device cache. Events
 from here carry the same hashes and the same description of each block, with the medium that it
 came to or left: host memory, a disk, a shared store. Penstock's own keys never leave the process.
@@ -22,6 +25,7 @@ import hashlib
 import os
 import reprlib
 import secrets
+from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,8 +35,7 @@ from penstock.vocabulary.hints import HINT_FIELDS, NO_HINTS, RetentionHints, rea
 from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
 
 if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.config import Config
     from penstock.machine.kv_events import KvEvent, Snapshot
@@ -190,15 +193,28 @@ def _short(value: object) -> str:
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Layers that draft tokens, whose KV lies in the blocks of the model."""
+
+    name: str
+    """What they are: others have other KV."""
+    ahead: int
+    """How many tokens behind a token its KV in these layers depends on."""
+
+
 class KeyChains:
     """Empty key chains by salt and adapter: most requests share both with the one before."""
 
-    def __init__(self, config: Config, *, since: str = "") -> None:
+    def __init__(self, config: Config, *, drafts: Drafts | None = None, since: str = "") -> None:
         """Chains for one model."""
         if since:
             version = f"unknown since {since}"
             config = replace(config, model=replace(config.model, weights_version=version))
         self._config = config
+        self._drafts = _named("drafts", drafts.name) if drafts is not None else ""
+        self.ahead = drafts.ahead if drafts is not None else 0
+        """How many tokens behind a block its key names."""
         outlives = config.persists and any(tier.stored for tier in config.cache.tiers)
         self._files = AdapterFiles() if outlives else None
         self._empty: dict[tuple[str, str], KeyChain] = {}
@@ -211,7 +227,9 @@ class KeyChains:
             while len(self._empty) >= CHAINS_KEPT:
                 del self._empty[next(iter(self._empty))]
             tenant, adapter = name
-            empty = self._empty[name] = self._config.key_chain(tenant=tenant, adapter=adapter)
+            empty = self._empty[name] = self._config.key_chain(
+                tenant=tenant, adapter=adapter, kv_group=self._drafts
+            )
         return empty.fork()
 
     def _adapter(self, adapter: LoraAdapter | None) -> str:
@@ -264,6 +282,7 @@ class RequestKeys:
     def __init__(self, chains: KeyChains, request: EngineRequest) -> None:
         self._request = request
         self._chain = chains.begin(request)
+        self._ahead = chains.ahead
         self._items = tuple(sorted(map(_item, request.mm_features), key=lambda it: it.position))
 
     @property
@@ -271,17 +290,34 @@ class RequestKeys:
         """Whether the request has fewer tokens than were hashed: then its tokens have changed."""
         return self._request.num_tokens < self._chain.token_count
 
+    @property
+    def token_count(self) -> int:
+        """How many leading tokens may be in keys by now."""
+        return max(0, self._request.num_tokens - self._ahead)
+
     def upto(self, block_count: int) -> list[Key]:
         """The keys of the leading blocks, at most this many, all of whose tokens are known.
 
         The list is the chain's own, and may be longer: read it, do not change it.
         """
         chain = self._chain
-        if len(chain.keys) < block_count and chain.token_count < self._request.num_tokens:
-            first, end = chain.token_count, self._request.num_tokens
+        if len(chain.keys) < block_count and chain.token_count < self.token_count:
+            first, end = chain.token_count, self.token_count
             items = [item for item in self._items if first <= item.position < end]
+            if self._ahead:
+                items = sorted([*items, *self._behind(first, end)], key=lambda it: it.position)
             chain.extend(self._request.all_token_ids[first:end], items)
         return chain.keys
+
+    def _behind(self, first: int, end: int) -> Iterator[Item]:
+        """For each block that ends in these tokens what stands behind it, as an item in it."""
+        size = self._chain.block_tokens
+        for place in range(first // size * size + size, end + 1, size):
+            behind = range(place, place + self._ahead)
+            tokens = array("I", self._request.all_token_ids[place : behind.stop])
+            media = (item.encode() for item in self._items if item.position in behind)
+            digest = hashlib.sha256(b"".join([tokens.tobytes(), *media])).digest()
+            yield Item(position=place - 1, kind="behind", digest=digest, length=0)
 
 
 def tenant_of(request: EngineRequest, known: Mapping[str, float]) -> str:

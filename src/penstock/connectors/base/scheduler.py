@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.config import Config
-    from penstock.connectors.base.keys import EngineRequest, EventAnnouncer
+    from penstock.connectors.base.keys import Drafts, EngineRequest, EventAnnouncer
     from penstock.connectors.base.requests import Pins
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
@@ -97,7 +97,7 @@ class _Load(NamedTuple):
 class SchedulerConnector:
     """The scheduler's side of a connector, for one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as many as there are things that engines differ in
         self,
         config: Config,
         offload: Offload,
@@ -105,6 +105,7 @@ class SchedulerConnector:
         *,
         null_block: int,
         window_groups: Sequence[int],
+        drafts: Drafts | None = None,
         step_blocks: int = 0,
         announcer: EventAnnouncer | None = None,
         joins: LayerwiseScheduler | None = None,
@@ -114,7 +115,8 @@ class SchedulerConnector:
         """Opens the scheduler's side."""
         self._offload = offload
         self._config = config
-        self._chains = KeyChains(config)
+        self._drafts = drafts
+        self._chains = KeyChains(config, drafts=drafts)
         self._pins = pins
         self._null = null_block
         self._window_groups = list(window_groups)
@@ -221,8 +223,9 @@ class SchedulerConnector:
         It computes the last token in any case, for its logits: for that alone nothing is loaded.
         And windows are kept for the token behind what is found, not for one within it.
         """
-        blocks, rest = divmod(tracked.request.num_tokens, self._tokens)
-        last = not rest and (self._window_groups or tracked.held + 1 >= blocks)
+        blocks = tracked.keys.token_count // self._tokens
+        whole = blocks * self._tokens == tracked.request.num_tokens
+        last = whole and (self._window_groups or tracked.held + 1 >= blocks)
         return blocks - 1 if last else blocks
 
     def _record(self, tracked: TrackedRequest) -> None:
@@ -350,7 +353,8 @@ class SchedulerConnector:
         self._unstarted.started(name)
         if tables and tracked.ran and not self._window_groups:
             # The last token was given, not computed. What cannot be pinned need not make room.
-            known = min(tracked.request.num_computed_tokens, tracked.request.num_tokens - 1)
+            given = min(tracked.request.num_tokens - 1, tracked.keys.token_count)
+            known = min(tracked.request.num_computed_tokens, given)
             room = self._pins.room - sum(map(len, tracked.saves.values()))
             rest = max(0, room // len(self._whole_groups))
             self._save_rest(tracked, min(known // self._tokens, tracked.saved + rest), tables)
@@ -360,7 +364,7 @@ class SchedulerConnector:
         self._pin_saves(tracked)
         self._let_go(tracked)
         if tracked.save and not tracked.voided:
-            full = min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
+            full = min(tracked.request.num_computed_tokens, tracked.keys.token_count)
             self.counters.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
 
     def _let_go(self, tracked: TrackedRequest) -> None:
@@ -377,7 +381,8 @@ class SchedulerConnector:
         if self._store is not None:
             # The weights may have changed: a later engine must not take blocks from now on for
             # those of `model.weights_version`.
-            self._chains = KeyChains(self._config, since=secrets.token_hex(16))
+            since = secrets.token_hex(16)
+            self._chains = KeyChains(self._config, drafts=self._drafts, since=since)
         for tracked in self._requests.values():
             tracked.voided = True
             tracked.found = None
@@ -457,7 +462,7 @@ class SchedulerConnector:
             request = tracked.request
             # Tokens that are scheduled but not known (asynchronous scheduling, drafts that
             # may be rejected) are left for a later step.
-            known = min(request.num_computed_tokens + token_count, request.num_tokens)
+            known = min(request.num_computed_tokens + token_count, tracked.keys.token_count)
             full = known // self._tokens
             decodes = request.num_computed_tokens >= request.num_prompt_tokens
             if full > tracked.saved and not (decodes and (full + tracked.turn) % some):

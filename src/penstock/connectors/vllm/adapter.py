@@ -72,7 +72,6 @@ from penstock.connectors.vllm import translation
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
 from penstock.connectors.vllm.versions import (
     WHERE,
-    found_version,
     log,
     log_into_vllm,
     log_off,
@@ -241,6 +240,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pins,
             null_block=self._pool.null_block.block_id,
             window_groups=self._engine.window_groups,
+            drafts=self._engine.drafts,
             step_blocks=0 if overlap else copied_blocks(ranks),
             announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks, pins if overlap else None),
@@ -273,7 +273,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks,
             model=config.model.name,
             weights=config.model.weights_version,
-            version=f"vllm {found_version()}",
+            version=translation.version_of(self._engine),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             settings=self._settings.handoff,
         )
@@ -580,7 +580,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Requests whose loads have ended on this rank, and whose handoffs have ended on all."""
         self._received = self._worker.take_received() if self._worker else ReceivedLoads()
-        handed, self._handed = self._handed or HandoffStep(), None
+        handed = self._handed or HandoffStep()
+        # Layers that draft tokens are computed after this call.
+        self._handed = HandoffStep(computed=handed.computed) if handed.computed else None
         return KVConnectorTransferResults(
             finished_recving=self._received.requests | handed.received,
             failed_recving=self._received.failed | handed.failed,

@@ -42,7 +42,13 @@ from vllm.v1.request import RequestStatus
 
 from penstock.config import SHARED_KINDS
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
-from penstock.connectors.base.keys import AnnouncedBlock, Medium, RemovedEvent, StoredEvent
+from penstock.connectors.base.keys import (
+    AnnouncedBlock,
+    Drafts,
+    Medium,
+    RemovedEvent,
+    StoredEvent,
+)
 from penstock.connectors.base.statistics import (
     BUCKETS_S,
     COUNTERS,
@@ -52,7 +58,7 @@ from penstock.connectors.base.statistics import (
     combined,
     reduced,
 )
-from penstock.connectors.vllm.versions import METRICS_PREFIX
+from penstock.connectors.vllm.versions import METRICS_PREFIX, found_version
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layout import GroupKind
 
@@ -112,6 +118,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
         equal_ranks=latent and parallel.nnodes == 1,
         kv_dtype=dtypes[0] if dtypes else "",
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        drafts=_drafts(vllm_config),
         device=vllm_config.device_config.device_type,
         unsupported=tuple(unsupported),
         irreversible=_irreversible(vllm_config),
@@ -137,6 +144,19 @@ def why_unsupported(vllm_config: Any) -> list[str]:
         # vLLM from 0.33 on asks `supports_sleep_mode`, and does not start.
         found.append("sleep mode is on: vLLM would take memory away that copies read")
     return found
+
+
+def _drafts(vllm_config: Any) -> Drafts | None:
+    """The layers of a draft model, or of one behind the model, which have KV in its blocks."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    # Modules of the model itself are as old as its weights, wherever those lie.
+    apart = speculative.model != vllm_config.model_config.model
+    return Drafts(
+        name=f"{speculative.method}:{speculative.model}" if apart else speculative.method,
+        ahead=vllm_config.num_prefill_lookahead_tokens,
+    )
 
 
 def _irreversible(vllm_config: Any) -> tuple[str, ...]:
@@ -237,6 +257,12 @@ def answer_of(vllm_config: Any, engine: ServedEngine) -> dict[str, Any]:
         "pp_size": parallel.pipeline_parallel_size,
         "transfer_mode": "push",
     }
+
+
+def version_of(engine: ServedEngine) -> str:
+    """What two engines must have in common, beside model and weights, to hand over prompts."""
+    drafts = f", drafts {engine.drafts.name}" if engine.drafts is not None else ""
+    return f"vllm {found_version()}{drafts}"
 
 
 def is_completed(request: Any) -> bool:
