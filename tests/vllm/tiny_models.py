@@ -1,6 +1,6 @@
 """Small models with random weights, one of each kind of KV, and a trained one: all offline.
 
-    python tiny_models.py llama|latent|hybrid|seeing|smollm2|eagle|mtp FOLDER
+    python tiny_models.py llama|latent|hybrid|seeing|smollm2|eagle|mtp|states FOLDER
 
 The weights are wider than usual: with the customary spread the output hardly depends on the
 context, and a test that compares outputs would not notice wrong KV.
@@ -25,6 +25,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 SLIDING_WINDOW = 96
@@ -138,6 +140,29 @@ def make_mtp(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**written, "num_nextn_predict_layers": 1}))
 
 
+def make_states(folder: Path) -> None:
+    """Three layers of linear attention (gated delta net), which keep states, to one with KV."""
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=4096,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    save(Qwen3NextForCausalLM(config), folder, embedding=1.0)
+
+
 def mixing(hidden: int) -> torch.Tensor:
     """What a draft makes of a token and of the hidden state before it: mostly the token."""
     draw = torch.Generator().manual_seed(7)
@@ -161,6 +186,7 @@ MAKERS = {
     "smollm2": make_smollm2,
     "eagle": make_eagle,
     "mtp": make_mtp,
+    "states": make_states,
 }
 
 if __name__ == "__main__":
