@@ -39,11 +39,13 @@ import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.executor.multiproc_executor  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402
 from vllm.entrypoints.launchers.api_server.entry import run_server  # noqa: E402
-from vllm.entrypoints.launchers.cli_args import (  # noqa: E402
-    make_arg_parser,
-    validate_parsed_serve_args,
-)
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:
+    # Until vLLM 0.32.
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 import penstock.connectors.vllm.adapter  # noqa: E402, F401
 from lab.bench.vllm_model import HandoffModel, make_handoff_model  # noqa: E402

@@ -66,7 +66,7 @@ connector = PenstockConnector(config, KVConnectorRole.WORKER)
 assert connector.get_num_new_matched_tokens("request", 0) == (0, False)
 print("SERVED")
 """
-FOUND = "this is vLLM 0.31.2, the connector is tested with 0.32"
+FOUND = "this is vLLM 0.31.2, the connector is tested with 0.32 and 0.33"
 OFF = f"Penstock is off, vLLM runs without it: {FOUND}; "
 LACKING = "CacheHitSource"
 
@@ -100,7 +100,7 @@ def test_a_vllm_that_lacks_a_name_starts_without_penstock(tmp_path: Path) -> Non
 
 
 def test_ranks_that_are_off_leave_it_to_the_scheduler_to_say_so(tmp_path: Path) -> None:
-    make_vllm(tmp_path, "0.33.0", without=LACKING)
+    make_vllm(tmp_path, "0.34.0", without=LACKING)
 
     status, printed = connect(tmp_path, "WORKER")
 
@@ -165,23 +165,24 @@ def test_a_vllm_without_the_base_of_connectors_is_named(tmp_path: Path, version:
     status, printed = connect(tmp_path, "SCHEDULER")
 
     assert status == 1
-    said = f"UnavailableError: this is vLLM {version}, the connector is tested with 0.32, and "
-    assert f"{said}cannot run in this one: cannot import name 'KVConnectorBase_V1'" in printed
+    said = f"UnavailableError: this is vLLM {version}, the connector is tested with 0.32 and 0.33, "
+    assert f"{said}and cannot run in this one: cannot import name 'KVConnectorBase_V1'" in printed
 
 
-def test_the_tested_version_gets_the_connector(tmp_path: Path) -> None:
-    make_vllm(tmp_path, "0.32.0")
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_a_tested_version_gets_the_connector(tmp_path: Path, version: str) -> None:
+    make_vllm(tmp_path, version)
 
     _, printed = connect(tmp_path, "SCHEDULER")
 
     assert printed.startswith("CLASS penstock.connectors.vllm.adapter\n")
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.2.dev7+gabc", "0.32"])
-def test_corrections_of_the_tested_version_are_tested(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.2.dev7+gabc", "0.32", "0.33.0"])
+def test_corrections_of_tested_versions_are_tested(version: str) -> None:
     assert is_tested(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.32.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.320.0", "1.32.0", "dev", ""])
 def test_other_versions_are_not(version: str) -> None:
     assert not is_tested(version)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from penstock.connectors.vllm import versions
 
-versions.TESTED = (0, 1)
+versions.TESTED = ((0, 1),)
 StrangeConnector = versions.connector_class()

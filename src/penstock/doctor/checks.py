@@ -34,7 +34,7 @@ from penstock.config.shared_stores import (
     port_range,
 )
 from penstock.config.values import EngineTable, ServeTable
-from penstock.connectors.vllm.versions import TESTED, is_tested
+from penstock.connectors.vllm.versions import TESTED, is_tested, tested_versions
 from penstock.doctor.facts import SERVER_EXTRAS
 from penstock.errors import counted, install_hint, server_install_hint
 from penstock.tiers.linux_memory import (
@@ -521,8 +521,8 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
     vllm = facts.package("vllm")
     if vllm is not None and not is_tested(vllm):
         yield _warning(
-            f"vllm {vllm}; the connector is tested with {_dotted(TESTED)} and off with others",
-            f'pip install "vllm=={_dotted(TESTED)}.*", or penstock vllm-config --any-version',
+            f"vllm {vllm}; the connector is tested with {tested_versions()}, off with others",
+            f'pip install "vllm=={_dotted(TESTED[0])}.*", or penstock vllm-config --any-version',
         )
     elif vllm is not None:
         yield _ok(f"vllm {vllm}, as tested")

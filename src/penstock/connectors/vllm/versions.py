@@ -18,11 +18,11 @@ The one rule: a key that is not known here is refused, never ignored.
 
 | vLLM                           | gets                                              |
 |--------------------------------|---------------------------------------------------|
-| the version that was tested    | the connector, `adapter`                          |
+| one that was tested            | the connector, `adapter`                          |
 | another one                    | one that is off, `untested`                       |
 | another one, and `any_version` | the connector, if it has what the connector needs |
 
-Two rules. Names that only the tested version is known to have are imported after the version was
+Two rules. Names that only tested versions are known to have are imported after the version was
 compared: a name that another version lacks must not keep vLLM from starting. And code below
 `penstock.connectors` logs a line once, to the logger `penstock` or to `log`, not to both: vLLM
 configures only its own loggers, so `log_into_vllm` forwards Penstock's lines there.
@@ -141,8 +141,8 @@ def _flag(extra: Mapping[str, object], name: str) -> bool:
 # ruff: noqa: ANN401
 
 
-TESTED = (0, 32)
-"""The version of vLLM, major and minor, that `make test-vllm` runs."""
+TESTED = ((0, 32), (0, 33))
+"""Versions of vLLM, major and minor: that of `make test-vllm`, and those of `test-vllm-newest`."""
 HERE = "penstock.connectors.vllm"
 
 
@@ -159,7 +159,7 @@ def connector_class() -> Any:
 
 
 def connector_itself() -> Any:
-    """The class for the tested version, whatever version this is.
+    """The class for tested versions, whatever version this is.
 
     Raises `UnavailableError`: this vLLM lacks what the connector imports, or wants more of it.
     """
@@ -171,14 +171,19 @@ def connector_itself() -> Any:
 
 
 def which() -> str:
-    """Which vLLM this is, and which one was tested."""
-    major, minor = TESTED
-    return f"this is vLLM {found_version()}, the connector is tested with {major}.{minor}"
+    """Which vLLM this is, and which ones were tested."""
+    return f"this is vLLM {found_version()}, the connector is tested with {tested_versions()}"
+
+
+def tested_versions() -> str:
+    """Those that were tested, for messages."""
+    return " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
 def is_tested(version: str) -> bool:
     """Whether a version of vLLM is one of those that were tested."""
-    return version.partition("+")[0].split(".")[:2] == [str(part) for part in TESTED]
+    found = version.partition("+")[0].split(".")[:2]
+    return found in [[str(part) for part in tested] for tested in TESTED]
 
 
 def found_version() -> str:
