@@ -436,7 +436,8 @@ words = st.text(max_size=20)
 @st.composite
 def tiers(draw: st.DrawFn, name: str) -> TierSettings:
     low, high = draw(watermarks)
-    kind = draw(st.sampled_from([WriteKind.WRITE_THROUGH, WriteKind.SELECTIVE]))
+    kinds = [WriteKind.WRITE_THROUGH, WriteKind.SELECTIVE, WriteKind.EXCLUSIVE]
+    kind = draw(st.sampled_from(kinds))
     hits = draw(st.integers(1, 65_535)) if kind is WriteKind.SELECTIVE else WritePolicy().hits
     return TierSettings(
         name=name,

@@ -91,11 +91,13 @@ class Claims:
                     "reuse", f"slot {slot} of tier {tier} is dropped, but {writer} writes it"
                 )
 
-    def check_quiet(self, tier: int, slot: int, by: str, *, computing: bool = False) -> None:
+    def check_quiet(
+        self, tier: int, slot: int, by: str, *, computing: bool = False, waits: bool = False
+    ) -> None:
         """Somebody is about to write to a slot: no copy may still touch it.
 
         A request may compute more tokens of its unfinished block while a fork copies it: the
-        fork reads those that were there before.
+        fork reads those that were there before. One that `waits` writes when saves have ended.
         """
         place = (tier, slot)
         writer = self._writers.get(place)
@@ -105,12 +107,14 @@ class Claims:
             )
         readers = self._readers.get(place)
         for reader in readers or ():
+            if waits and reader.purpose is Purpose.SAVE:
+                continue
             if reader.left and not (computing and reader.purpose is Purpose.DUPLICATE):
                 raise SimulationError(
                     "reuse",
                     f"slot {slot} of tier {tier} goes to {by}, but {reader} may still read it",
                 )
-        if readers and not computing:
+        if readers and not computing and not waits:
             del self._readers[place]
 
 
@@ -224,6 +228,8 @@ class KvReader:
         node = nodes.ids.get(key)
         if node is None or tier.slot_of[node] != NOWHERE:
             return
+        if tier.above is not None and tier.above.slot_of[node] != NOWHERE:
+            return  # Its followers here find it there.
         followers = np.flatnonzero((nodes.parent == node) & (tier.slot_of != NOWHERE))
         states = tier.pool.state[tier.slot_of[followers]]
         if (states != SlotState.LEAVING).any():
@@ -315,10 +321,10 @@ def check_watermarks(world: World, effects: Sequence[Effect]) -> None:
     """After a tick, blocks have left every tier that runs low, as far as they may."""
     if any(isinstance(effect, Ended) for effect in effects):
         return  # Requests may have taken slots since, for what did not arrive.
-    # Blocks of other weights leave without a KV event.
-    left = {effect.source for effect in effects if isinstance(effect, Copy)} | {
-        effect.tier for effect in effects if isinstance(effect, DropBlocks)
-    }
+    # Blocks of other weights leave without a KV event; and what is saved ahead takes slots last.
+    copied = [effect for effect in effects if isinstance(effect, Copy)]
+    left = {effect.source for effect in copied} | {effect.target for effect in copied}
+    left |= {effect.tier for effect in effects if isinstance(effect, DropBlocks)}
     for tier in world.books.owned_tiers():
         soon_free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING)
         if not tier.on or soon_free >= tier.settings.low_slots or tier.index in left:

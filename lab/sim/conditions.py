@@ -361,7 +361,7 @@ def _draw_tier(
 ) -> TierSettings:
     hub = name == TIER_NAMES[0]
     slots = rng.randint(5, 16)
-    policies = [WriteKind.WRITE_THROUGH, WriteKind.WRITE_THROUGH, WriteKind.SELECTIVE]
+    policies = [WriteKind.WRITE_THROUGH, WriteKind.SELECTIVE, *[WriteKind.EXCLUSIVE] * 2]
     if managed or not hub:
         policies += [WriteKind.WRITE_BACK, WriteKind.WRITE_BACK]
     if plenty is Plenty.HUB and hub:

@@ -113,7 +113,10 @@ class Engine(ABC):
             raise SimulationError("usefulness", f"{name} computes what it could load: {miss}")
         books = self.world.books
         node = books.nodes.get(keys[miss.block])
-        if not any(tier.slot_of[node] != NOWHERE for tier in books.lower_tiers()):
+        # One of them may have made room, in the same event, for what the device evicts next.
+        lower = books.lower_tiers()
+        there = any(tier.slot_of[node] != NOWHERE for tier in lower)
+        if not there and not any(tier.name in self.world.kv.removed_now for tier in lower):
             raise SimulationError("usefulness", f"{name}: nothing lies below, but {miss}")
 
     def _pin_or_unpin(self) -> None:

@@ -94,6 +94,8 @@ class ManagedEngine(Engine):
         """Whether the last request was refused, and nothing was given back since."""
         tiers = self.conditions.settings.tiers
         self._writes_through = bool(tiers) and tiers[0].write.kind is WriteKind.WRITE_THROUGH
+        self._saves_first = bool(tiers) and tiers[0].write.kind is WriteKind.EXCLUSIVE
+        """Whether requests wait until what they evict is saved."""
         self.reactions[LeaseChanged] = self._lease_changed
 
     def waiting(self) -> Iterable[Request]:
@@ -208,8 +210,9 @@ class ManagedEngine(Engine):
         request.cached = request.computed = granted.cached_tokens
         request.published = granted.cached_tokens // self.block_tokens
         filled = -(-granted.cached_tokens // self.block_tokens)
+        waits = granted.state is LeaseState.LOADING
         for slot in request.table[filled:]:
-            self.world.ranks.claims.check_quiet(DEVICE, slot, request.name)
+            self.world.ranks.claims.check_quiet(DEVICE, slot, request.name, waits=waits)
         self._check_bytes(request)
 
     def _answer(self, lease: LeaseId) -> None:
@@ -482,7 +485,9 @@ class ManagedEngine(Engine):
                 # A tick let a block leave the device meanwhile, and to load it would take longer.
                 self.check_skipped(event.request, granted.miss, event.keys)
                 expected = granted.cached_tokens  # noqa: PLW2901 - that much is due after all
-            if granted.cached_tokens != expected or ready is any(granted.cached_by_tier[1:]):
+            loads = any(granted.cached_by_tier[1:])
+            waits = self._saves_first and not ready
+            if granted.cached_tokens != expected or (ready is loads and not waits):
                 raise SimulationError(
                     "usefulness", f"a quiet cache hits {granted.cached_tokens} of {expected} tokens"
                 )

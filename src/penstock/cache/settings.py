@@ -63,6 +63,9 @@ class WriteKind(Enum):
     """Once the block was hit `hits` times."""
     WRITE_BACK = "write_back"
     """When the feeding tier runs low on free slots, before it evicts the block."""
+    EXCLUSIVE = "exclusive"
+    """As soon as the block is filled above if there is free room, else shortly before the feeding
+    tier evicts it. Copies that the feeding tier has, too, make room first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

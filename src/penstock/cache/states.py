@@ -8,6 +8,7 @@ A slot, whatever the tier:
 
     FREE ─take→ FILLING ─fill→ READY ⇄ LEAVING      (depart, keep)
                   │              ├─evict→ FREE
+                  │              ├─hand over→ FILLING
                   ├──────────────┴─condemn→ DOOMED ─discard→ FREE
                   └─discard→ FREE
 
@@ -62,6 +63,8 @@ class SlotMove(IntEnum):
     """Its content is not wanted or not right, but the slot is still in use."""
     DISCARD = 6
     """Unpublished or condemned bytes are dropped, and nothing uses the slot any more."""
+    HAND_OVER = 7
+    """The copy in this tier is forgotten while it is saved; then its next owner writes here."""
 
 
 # Plain numbers for the hot paths: comparing a number of an array with a member of an
@@ -191,6 +194,7 @@ SLOT_TABLE = Table(
         (SlotState.READY, SlotMove.DEPART): SlotState.LEAVING,
         (SlotState.READY, SlotMove.EVICT): SlotState.FREE,
         (SlotState.READY, SlotMove.CONDEMN): SlotState.DOOMED,
+        (SlotState.READY, SlotMove.HAND_OVER): SlotState.FILLING,
         (SlotState.LEAVING, SlotMove.KEEP): SlotState.READY,
         (SlotState.LEAVING, SlotMove.CONDEMN): SlotState.DOOMED,
         (SlotState.DOOMED, SlotMove.DISCARD): SlotState.FREE,

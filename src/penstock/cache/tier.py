@@ -30,7 +30,7 @@ from penstock.cache.states import LEAVING, READY, SLOT_TABLE, SlotMove, SlotStat
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from penstock.vocabulary.keys import Key
 
 
+_STALE_MIN = 64
+"""A list of spares with fewer entries than this is not cleaned up."""
 _ONE = np.int32(1)
 """Of the counts' own type: adding it takes a third of the time that an int takes."""
 _ENDS = {
@@ -68,6 +70,8 @@ class Pool:
         self._counts = [0] * len(SlotState)
         """How many slots are in each state."""
         self._counts[SlotState.FREE] = slot_count
+        self.taken_count = 0
+        """How many slots were ever taken for writing."""
         self.held_count = 0
         """How many slots a lease or an operation relies on, without victims that are set aside."""
 
@@ -78,6 +82,7 @@ class Pool:
                 f"tier {self.name!r}: {count} slots taken of {self.free_count} free"
             )
         self.free_count -= count
+        self.taken_count += count
         slots = self._free[self.free_count : self.free_count + count][::-1].copy()
         self._move(slots, SlotMove.TAKE)
         return slots
@@ -112,6 +117,12 @@ class Pool:
     def evict(self, slots: NDArray[np.int32]) -> None:
         """Frees slots of blocks that this tier forgets."""
         self._free_after(slots, SlotMove.EVICT)
+
+    def hand_over(self, slots: NDArray[np.int32]) -> None:
+        """Gives slots to somebody who writes there when the saves that hold them have ended."""
+        self._move(slots, SlotMove.HAND_OVER)
+        self.taken_count += len(slots)
+        self.held_count += len(slots)
 
     def discard(self, slots: NDArray[np.int32]) -> None:
         """Frees slots whose bytes were condemned or never published."""
@@ -182,9 +193,6 @@ class Pool:
 
 ANY_TENANT = "*"
 """The quota of every tenant that has none of its own."""
-
-
-"""Of the counts' own type: adding it takes a third of the time that an int takes."""
 _LONG_RUN = 8
 """With at least this many blocks, an array operation is cheaper than a loop."""
 
@@ -200,6 +208,49 @@ class Room(NamedTuple):
     """Slots that could be taken once the victims are gone: no more than were wanted."""
     refused: bool = False
     """Whether there are fewer than wanted because blocks here are worth more."""
+    spare_count: int = 0
+    """How many victims after those are spares: the tier above keeps their blocks."""
+
+
+class Spares:
+    """Blocks of a tier that the tier above has, too: what they take here is as good as free.
+
+    Those that the tier above will keep longest come first, for it needs a copy of what it is about
+    to evict. Whether a listed block is a spare is seen when its turn comes: blocks that become one
+    again are listed again.
+    """
+
+    def __init__(self, sparable: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> None:
+        self._sparable = sparable
+        self._runs: list[NDArray[np.int32]] = []
+        """What was used together, the latest last; of a chain, the first block stays longest."""
+        self._count = 0
+        self._limit = _STALE_MIN
+
+    def add(self, nodes: NDArray[np.int32]) -> None:
+        """These blocks were used, or may have become spares."""
+        self._runs.append(nodes)
+        self._count += len(nodes)
+        if self._count > self._limit:
+            listed = np.concatenate(self._runs[::-1])
+            listed = listed[np.sort(np.unique(listed, return_index=True)[1])]
+            listed = listed[self._sparable(listed)]
+            self._runs, self._count = [listed], len(listed)
+            self._limit = 2 * len(listed) + _STALE_MIN
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` spares, which are listed no more."""
+        taken: list[int] = []
+        while self._runs and len(taken) < count:
+            run = self._runs.pop()
+            self._count -= len(run)
+            good = run[self._sparable(run)]
+            chosen, rest = np.split(good, [count - len(taken)])
+            # A block that was listed twice may have been taken just now.
+            taken = list(dict.fromkeys([*taken, *chosen.tolist()]))
+            if len(rest):
+                self.add(rest)
+        return taken
 
 
 class Tier:
@@ -251,6 +302,13 @@ class Tier:
         """A tenant with a quota evicts its own blocks first, so they are also queued here."""
         self._marked: list[EvictionPolicy] = []
         """The policies that the last plan asked for victims."""
+        self.above: Tier | None = None
+        """The tier whose copies need none here, until it is about to evict them."""
+        self.near = np.zeros(nodes.capacity, dtype=bool)
+        """Node to whether the tier above is about to evict it: its copy here is no spare."""
+        self._spares = Spares(self._is_spare)
+        self.asked_by: int | None = None
+        """The tenant that room was made for last."""
 
     # ---------------------------------------------------------------- who pays
 
@@ -297,6 +355,8 @@ class Tier:
             keys = self.nodes.keys_of(nodes.tolist())
         if self.nodes.hinted:
             self.prioritize(nodes)
+        if self.above is not None:
+            self.near[nodes] = False
         self.policy.add(nodes, keys, tick=tick)
         for tenant, count in self._tenants_of(nodes):
             self.used_by[tenant] = self.used_by.get(tenant, 0) + count
@@ -349,6 +409,8 @@ class Tier:
             own = self._quota_policies.get(tenant)
             if own is not None:
                 own.touch(nodes[self.nodes.tenant[nodes] == tenant], tick=tick)
+        if self.above is not None:
+            self.near[nodes] = False
         # Their place in the order is another one now.
         self.offer(nodes)
 
@@ -371,6 +433,8 @@ class Tier:
 
     def offer(self, nodes: NDArray[np.int32]) -> None:
         """Queues those of `nodes` that may leave."""
+        if self.above is not None and len(nodes):
+            self._spares.add(nodes)
         if len(nodes) > 1:
             nodes = nodes[self.children.take(nodes) == 0]
         if len(nodes):
@@ -454,6 +518,7 @@ class Tier:
         """
         victims: list[int] = []
         refused = False
+        self.asked_by = tenant
         if judge is not None and self.reclaims:
             admitted = self._judge_next(judge, wanted)
             refused, wanted, judge = admitted < wanted, admitted, None
@@ -468,10 +533,28 @@ class Tier:
                 wanted = max(0, wanted - (over - len(victims)))
         own_count = len(victims)
         free_count = self.pool.free_count
-        first = free_count + own_count
+        if self.above is not None:
+            self._set_spares_aside(wanted - free_count - own_count, victims)
+        spare_count = len(victims) - own_count
+        first = free_count + len(victims)
         refused |= self._set_aside_from(self.policy, wanted - first, victims, judge, first)
         slot_count = max(0, min(wanted, free_count + len(victims)))
-        return Room(victims, own_count, slot_count, refused)
+        return Room(victims, own_count, slot_count, refused, spare_count)
+
+    def keep_for_above(self, nodes: NDArray[np.int32]) -> None:
+        """The tier above is about to evict these blocks: their copies here are no spares."""
+        if self.above is not None:
+            self.near[nodes] = True
+
+    def next_to_leave(self, count: int, tenant: int | None) -> NDArray[np.int32]:
+        """The blocks that would go if a tenant took all free slots and `count` more, in order.
+
+        Nothing changes.
+        """
+        room = self.plan_room(self.pool.free_count + max(0, count), tenant)
+        self.put_back(room.victims)
+        own, others = room.victims[: room.own_count], room.victims[room.own_count :]
+        return np.array(own + others[room.spare_count :], dtype=np.int32)
 
     def judge_of(self, keys: Sequence[Key], *, priority: int) -> Judge | None:
         """What says which blocks are worth those that would leave for them; `None`: all are."""
@@ -510,14 +593,12 @@ class Tier:
 
     def put_back(self, victims: list[int]) -> None:
         """Restores everything that `plan_room` or `pop_victim` changed."""
-        for node in reversed(victims):
-            self.pool.holders[self.slot_of[node]] -= 1
-            parent = self.nodes.parent[node]
-            if parent != NOWHERE:
-                self.children[parent] += 1
+        nodes = np.array(victims, dtype=np.int32)
+        self.pool.holders[self.slot_of.take(nodes)] -= _ONE
+        self._count_children(nodes, 1)
         for policy in self._marked:
             policy.rollback()
-        self._offer(victims)
+        self.offer(nodes)
 
     def _mark(self, tenant: int | None) -> None:
         """Those that will be asked, and no others: there may be many tenants."""
@@ -526,15 +607,24 @@ class Tier:
         for policy in self._marked:
             policy.mark()
 
-    def evict(self, victims: list[int], keys: list[Key]) -> NDArray[np.int32]:
-        """Forgets blocks that were set aside; returns the slots they lay in."""
+    def evict(
+        self, victims: list[int], keys: list[Key], *, spares: bool = False, saving: bool = False
+    ) -> NDArray[np.int32]:
+        """Forgets blocks that were set aside; returns the slots they lay in.
+
+        For the policies, `spares` have left, but were not found to be worth the least. Slots are
+        free now, unless their blocks are `saving`: then they are the caller's.
+        """
         nodes = np.array(victims, dtype=np.int32)
         slots: NDArray[np.int32] = self.slot_of.take(nodes)
         # Setting them aside already took them from the counts of the blocks before them.
         self._take_out(nodes, slots)
         self.pool.holders[slots] -= _ONE
-        self._forget(nodes, keys, evicted=True)
-        self.pool.evict(slots)
+        self._forget(nodes, keys, evicted=not spares)
+        if saving:
+            self.pool.hand_over(slots)
+        else:
+            self.pool.evict(slots)
         return slots
 
     def fit(self) -> None:
@@ -544,6 +634,8 @@ class Tier:
             self.children = grown(self.children, capacity)
             self.priority = grown(self.priority, capacity)
             self.fetched_from = grown(self.fetched_from, capacity)
+            if self.above is not None:
+                self.near = grown(self.near, capacity)
             self._look_at_arrays()
             for policy in (self.policy, *self._quota_policies.values()):
                 policy.resize(capacity)
@@ -591,6 +683,26 @@ class Tier:
             else:
                 node = policy.offer_and_pop(parent)
         return False
+
+    def _set_spares_aside(self, count: int, victims: list[int]) -> None:
+        """Sets up to `count` spares aside; blocks here that follow them find them above."""
+        if count <= 0:
+            return
+        for node in self._spares.take(count):
+            victims.append(node)
+            parent = self._set_aside(node)
+            if parent != NOWHERE:
+                self._offer((parent,))
+
+    def _is_spare(self, nodes: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of some blocks can give way here, for the tier above keeps them."""
+        assert self.above is not None
+        here, there = self.slot_of.take(nodes), self.above.slot_of.take(nodes)
+        spare: NDArray[np.bool_] = (here != NOWHERE) & (there != NOWHERE)
+        spare &= (self.pool.state.take(here) == READY) & (self.pool.holders.take(here) == 0)
+        spare &= self.above.pool.state.take(there) == READY
+        spare &= (self.nodes.pins.take(nodes) == 0) & ~self.near.take(nodes)
+        return spare
 
     def _judge_next(self, judge: Judge, wanted: int) -> int:
         """How many newcomers are worth more than the block that would leave next."""

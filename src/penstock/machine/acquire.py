@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.cache.tier import Tier
+    from penstock.cache.tier import Room, Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Acquire, Searched
     from penstock.vocabulary.keys import Key
@@ -61,14 +61,14 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     held = device.slot_of.take(found.nodes[here])
     wanted = block_count - len(held)
     device.pool.hold(held)
-    available = books.make_room(device, wanted, tenant, now, event.request)
-    if available < wanted:
+    room = device.plan_room(wanted, tenant)
+    if room.slot_count < wanted:
+        device.put_back(room.victims)
         device.pool.unhold(held)
         device.offer_slots(held)
         books.counters.requests_refused += 1
-        raise CapacityError(tier=device.name, wanted=wanted, available=available)
-
-    slots = device.pool.take(wanted)
+        raise CapacityError(tier=device.name, wanted=wanted, available=room.slot_count)
+    slots, saves = _take_slots(books, room, wanted, found, event, now)
     device.pool.hold(slots)
     table = np.empty(block_count, dtype=np.int32)
     matched = len(found.nodes)
@@ -76,6 +76,9 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     arriving = (~here).nonzero()[0]
     table[arriving], table[matched:] = slots[: len(arriving)], slots[len(arriving) :]
     lease = _new_lease(books, event, tenant, table, matched, miss)
+    for operation in saves:
+        operation.waiters.add(lease.id)
+        lease.waiting.add(operation.id)
     bring(books, lease, found, found, held, event, now)
     if event.search_until is not None and _may_be_elsewhere(books, event, matched, miss):
         books.searches[lease.id] = event
@@ -85,6 +88,42 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         books.aim(lease, event.keys[matched])
     books.counters.tokens_computed_instead += recomputed * block_tokens
     _account(books, lease, found, miss, event, now)
+
+
+def _take_slots(
+    books: Books, room: Room, wanted: int, found: Finding, event: Acquire, now: float
+) -> tuple[NDArray[np.int32], list[Operation]]:
+    """Evicts what was planned, and takes the slots; those of blocks that are still saved come last.
+
+    There are no more of these than blocks to be computed, which wait until they are saved.
+    """
+    device, hub = books.device, books.hub
+    arriving = int(np.count_nonzero(found.source != DEVICE))
+    most = wanted - arriving
+    if hub is None or event.deadline is not None or event.search_until is not None:
+        most = 0  # It does not wait long, or copies will write where it would compute.
+    elif np.count_nonzero(found.source > HUB):
+        most = 0  # It needs the room in the hub for itself.
+    if most <= 0:
+        books.evict_planned(device, room, now, event.request)
+        return device.pool.take(wanted), []
+    assert hub is not None
+    # What it has found is not evicted for what it evicts.
+    mine = hub.slot_of.take(found.nodes)
+    mine = mine[mine != NOWHERE]
+    hub.pool.hold(mine)
+    saved, saves = writes.save_evicted(books, room.victims, most, now, event.request)
+    hub.offer_slots(hub.pool.unhold(mine))
+    gone = set(saved)
+    own = [node for node in room.victims[: room.own_count] if node not in gone]
+    others = [node for node in room.victims[room.own_count :] if node not in gone]
+    late = found.nodes[:0]
+    if saved:
+        late = books.evict(device, saved, MissReason.EVICTED, now, event.request, saving=True)
+    books.evict_planned(
+        device, room._replace(victims=own + others, own_count=len(own)), now, event.request
+    )
+    return np.concatenate((device.pool.take(wanted - len(late)), late)), saves
 
 
 def _new_lease(

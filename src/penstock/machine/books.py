@@ -25,7 +25,7 @@ from penstock.cache.expiries import Expiries
 from penstock.cache.explain import Departed, Departure, History, Miss, MissReason
 from penstock.cache.nodes import NOWHERE, NodeTable
 from penstock.cache.operations import Ledger
-from penstock.cache.settings import DEVICE, HUB, CacheSettings
+from penstock.cache.settings import DEVICE, HUB, CacheSettings, WriteKind
 from penstock.cache.states import (
     DOOMED,
     FILLING,
@@ -281,7 +281,7 @@ class Books:
         """By index; the device is `None` when the engine manages its own slots."""
         self._owned = [tier for tier in self.tiers if tier is not None]
         self._lower = [tier for tier in self.tiers[HUB:] if tier is not None]
-        self._fed_by = {DEVICE: self._lower[:1], HUB: self._lower[1:]}
+        self._fed_by = self._feed_tiers()
         self.tiers_in_time = [tier for tier in self.owned_tiers() if tier.followers]
         """Those whose policy is told the time of every event."""
         self.ledger = Ledger(incarnation)
@@ -329,6 +329,16 @@ class Books:
         self._tenants_max = _TENANTS_MIN
         """With more tenants than this, those without blocks are forgotten."""
         self._tenants_free: list[int] = []
+
+    def _feed_tiers(self) -> dict[int, list[Tier]]:
+        """Tells tiers whose blocks they need not keep; returns the tiers that each one feeds."""
+        fed_by = {DEVICE: self._lower[:1], HUB: self._lower[1:]}
+        for feeder, tiers in fed_by.items():
+            for tier in tiers:
+                # What a store gives up, it decides itself.
+                if tier.settings.write.kind is WriteKind.EXCLUSIVE and not tier.settings.stored:
+                    tier.above = self.tiers[feeder]
+        return fed_by
 
     # ---------------------------------------------------------------- finding things
 
@@ -554,26 +564,41 @@ class Books:
     def evict_planned(self, tier: Tier, room: Room, now: float, cause: str) -> None:
         """Forgets the victims of a plan, each for its own reason."""
         own, others = room.victims[: room.own_count], room.victims[room.own_count :]
+        spares, others = others[: room.spare_count], others[room.spare_count :]
+        if spares:
+            self.evict(tier, spares, MissReason.EVICTED, now, cause, spares=True)
         # A victim for the quota may follow one that merely had its turn, so all in one go.
         if own and others:
             keys = self.nodes.keys_of(own)
-            self.evict(tier, room.victims, MissReason.EVICTED, now, cause)
+            self.evict(tier, own + others, MissReason.EVICTED, now, cause)
             gone = [key for key in keys if self.departed.get(key) is not None]
             self.departed.add(gone, Departure(MissReason.OVER_QUOTA, tier.name, "", now))
-        elif room.victims:
+        elif own or others:
             reason = MissReason.OVER_QUOTA if own else MissReason.EVICTED
-            self.evict(tier, room.victims, reason, now, cause)
+            self.evict(tier, own or others, reason, now, cause)
 
     def evict(
-        self, tier: Tier, victims: list[int], reason: MissReason, now: float, cause: str
-    ) -> None:
-        """Forgets victims that were set aside in a tier."""
+        self,
+        tier: Tier,
+        victims: list[int],
+        reason: MissReason,
+        now: float,
+        cause: str,
+        *,
+        spares: bool = False,
+        saving: bool = False,
+    ) -> NDArray[np.int32]:
+        """Forgets victims that were set aside in a tier; returns the slots they lay in.
+
+        The tier above keeps the `spares`; the slots of blocks that are `saving` are the caller's.
+        """
         keys = self.nodes.keys_of(victims)
         self._count_unsaved(tier, victims)
-        slots = tier.evict(victims, keys)
+        slots = tier.evict(victims, keys, spares=spares, saving=saving)
         self.counters.blocks_evicted_by_tier[tier.index] += len(victims)
         policy = tier.policy.name if reason is MissReason.EVICTED else ""
         self._gone(tier, victims, keys, slots, Departure(reason, tier.name, policy, now), cause)
+        return slots
 
     def refused_by(self, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Those of some blocks that a tier has refused, and that it has not taken since."""
@@ -693,7 +718,8 @@ class Books:
                 self.nodes.remove_if_useless(node)
 
     def _count_unsaved(self, tier: Tier, victims: list[int]) -> None:
-        if any(t.settings.write.kind.value == "write_back" for t in self.fed_by(tier.index)):
+        late = (WriteKind.WRITE_BACK, WriteKind.EXCLUSIVE)
+        if any(below.settings.write.kind in late for below in self.fed_by(tier.index)):
             alone = self.nodes.copy_count[victims] == 1
             self.counters.blocks_dropped_unsaved += int(np.count_nonzero(alone))
 

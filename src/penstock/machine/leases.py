@@ -371,7 +371,8 @@ def _leave(books: Books, lease: LeaseRecord, operation_id: OperationId, now: flo
     if operation is None:
         return  # It ended within this very event and is still on the agenda.
     operation.waiters.discard(lease.id)
-    if not operation.waiters and operation.state is OperationState.RUNNING:
+    unwanted = not operation.waiters and operation.purpose is not Purpose.SAVE
+    if unwanted and operation.state is OperationState.RUNNING:
         copies.decide(books, operation, OperationMove.CANCEL, now, failure="nobody waits for it")
 
 
@@ -390,6 +391,8 @@ def after_operation(
             continue
         if operation.purpose is Purpose.DUPLICATE and len(bad_slots):
             lose(books, lease, now)  # It cannot go on without the block that it shares.
+        elif operation.purpose is Purpose.SAVE and operation.waiting_ranks:
+            lose(books, lease, now)  # A rank may still read what it would write to.
         elif np.isin(lease.table[: lease.matched_blocks], bad_slots).any():
             missing[lease.id] = _drop_missing(books, lease, operation, bad_slots, now)
     for lease in leases:
@@ -426,6 +429,8 @@ def _drop_missing(
         other = books.ledger.operations.get(operation_id)
         if other is None:
             continue  # It ended within this very event; its turn on the agenda comes.
+        if other.purpose is Purpose.SAVE:
+            continue  # It reads where this one computes.
         slots = other.target_slots if other.onward is None else other.onward
         if not np.isin(slots, lease.table).any():
             _leave(books, lease, operation_id, now)

@@ -37,6 +37,7 @@ class CacheMachine:
 
     def __init__(self, settings: CacheSettings, *, incarnation: int) -> None:
         self._books = Books(settings, incarnation)
+        self._zones = writes.zones_of(self._books)
         self._suspect = ""
         """The event that is being taken in; if it was neither taken in nor refused, the books may
         be wrong."""
@@ -206,6 +207,8 @@ class CacheMachine:
             leases.after_operation(books, operation, bad_slots, now)
             writes.after_operation(books, operation, now)
             writes.write_missed_after_operation(books, operation, now)
+        if self._zones:
+            writes.save_leaving(books, self._zones, now)
 
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:

@@ -5,6 +5,8 @@
 | `write_through` | when it becomes ready in the tier that feeds it                           |
 | `selective`     | when it was hit often enough                                              |
 | `write_back`    | when the feeding tier falls under its low watermark                       |
+| `exclusive`     | when it becomes ready above and there is free room, or shortly before the |
+|                 | feeding tier evicts it                                                    |
 
 Eviction on the hot path only changes metadata: it never waits for a copy.
 
@@ -15,6 +17,7 @@ the engine nor what is computed now waits for it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
@@ -26,7 +29,7 @@ from penstock.cache.operations import Operation, Outcome, Purpose
 from penstock.cache.settings import DEVICE, HUB, WriteKind
 from penstock.cache.states import LEAVING, READY
 from penstock.machine import copies, stored
-from penstock.machine.books import miss
+from penstock.machine.books import FIRST_TO_LEAVE, miss
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,10 +45,33 @@ def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, 
         wanted = wanted_in(books, tier, nodes)
         if tier.settings.stored and not tier.on:
             miss(books, tier, wanted)
+        elif tier.settings.write.kind is WriteKind.EXCLUSIVE:
+            _save_early(books, feeder, tier, nodes, now, cause)
         elif tier.settings.write.kind is WriteKind.WRITE_THROUGH:
             save(books, feeder, tier, _with_those_before(books, tier, nodes), now, cause)
         else:
             save(books, feeder, tier, wanted, now, cause)
+
+
+def _save_early(
+    books: Books, feeder: int, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
+) -> None:
+    """Saves blocks that will not leave soon, as many as there is free room for.
+
+    All of them, if a tier further down gets every block at once: they pass through this one.
+    """
+    # Those that were here before, and have become spares by coming to the tier above.
+    tier.offer(nodes[tier.slot_of[nodes] != NOWHERE])
+    absent = nodes[tier.slot_of[nodes] == NOWHERE]
+    passing = any(
+        fed.settings.write.kind is WriteKind.WRITE_THROUGH for fed in books.fed_by(tier.index)
+    )
+    if not passing:
+        free = 0 if tier.reclaims else tier.pool.free_count
+        absent = absent[:free]
+        if len(absent) and tier.over_quota(int(books.nodes.tenant[absent[0]]), len(absent)):
+            return
+    save(books, feeder, tier, absent, now, cause)
 
 
 def wanted_in(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -81,9 +107,18 @@ def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) ->
                     miss(books, tier, often)
                 else:
                     save(books, feeder.index, tier, often, now, cause)
+                    _pass_through(books, feeder, often[tier.slot_of[often] == NOWHERE], now, cause)
             elif write.kind is WriteKind.WRITE_THROUGH and tier.may_refuse:
                 # A block that was hit is worth more than when it was refused.
                 save(books, feeder.index, tier, books.refused_by(tier, nodes), now, cause)
+
+
+def _pass_through(
+    books: Books, hub: Tier, nodes: NDArray[np.int32], now: float, cause: str
+) -> None:
+    """Blocks have earned a copy below the hub, which need not have them while the device has."""
+    if hub.above is not None:
+        save(books, hub.above.index, hub, nodes, now, cause)
 
 
 def after_operation(books: Books, operation: Operation, now: float) -> None:
@@ -108,11 +143,13 @@ def save(
     *,
     purpose: Purpose = Purpose.SAVE,
     needed: bool = False,
+    started: list[Operation] | None = None,
 ) -> NDArray[np.int32]:
     """Writes blocks from a tier into one that it feeds, as many as there is room for.
 
     Blocks that lie there already, or on their way, are left alone. Those that a request will
-    come back for, which are `needed`, are never refused. Returns the blocks that are being written.
+    come back for, which are `needed`, are never refused. Returns the blocks that are being written;
+    the copies are added to those `started`.
     """
     source = books.tier(feeder)
     if not (tier.on and source.on and books.healthy) or not len(nodes):
@@ -124,7 +161,7 @@ def save(
     nodes = stored.admit_saves(books, tier, nodes)
     nodes, slots = take_room(books, tier, nodes, now, cause, needed=needed)
     if len(nodes):
-        copies.start(
+        operations = copies.start(
             books,
             purpose,
             source=feeder,
@@ -135,6 +172,8 @@ def save(
             deadline=now + books.settings.operation_timeout_s,
             cause=cause,
         )
+        if started is not None:
+            started += operations
     return nodes
 
 
@@ -277,7 +316,9 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
     below = [
         fed
         for fed in books.fed_by(tier.index)
-        if fed.settings.write.kind is WriteKind.WRITE_BACK and fed.on and books.healthy
+        if fed.settings.write.kind in (WriteKind.WRITE_BACK, WriteKind.EXCLUSIVE)
+        and fed.on
+        and books.healthy
     ]
     budget = min(settings.high_slots - free, books.settings.operation_blocks_max)
     going: list[int] = []
@@ -318,6 +359,114 @@ def _write_back(
     if gone:
         books.evict(tier, gone, MissReason.EVICTED, now, "watermark")
     tier.offer(staying)
+
+
+BURSTS = 2
+"""What leaves next is saved ahead of the room that so many requests take, on average."""
+ZONE_SHARE = 48
+"""But it is at most one in so many slots of both tiers: a block that is kept twice has the room of
+another. A request that takes more waits until it is saved."""
+
+
+@dataclass(slots=True, eq=False)
+class Zone:
+    """What a tier evicts next: these blocks have a copy in the tier below it, or get one.
+
+    It is looked at anew when a fifth of it was evicted, not with every block.
+    """
+
+    above: Tier
+    tier: Tier
+    """The tier below."""
+    burst: float = 0.0
+    """How many slots one event takes."""
+    margin: int = 0
+    """How many slots were free or in the zone when it was looked at."""
+    taken: int = 0
+    """How many had ever been taken then."""
+    seen: int = 0
+    """And after the last event."""
+    held: int = 0
+    """How many were held then, if too few others were left."""
+
+
+def zones_of(books: Books) -> list[Zone]:
+    """One for each tier that is given blocks shortly before they leave."""
+    return [
+        Zone(above, tier)
+        for above in books.owned_tiers()
+        for tier in books.fed_by(above.index)
+        if tier.settings.write.kind is WriteKind.EXCLUSIVE
+    ]
+
+
+def save_leaving(books: Books, zones: list[Zone], now: float) -> None:
+    """Saves what tiers will evict next, ahead of time: no request waits for it."""
+    for zone in zones:
+        pool = zone.above.pool
+        burst = pool.taken_count - zone.seen
+        if burst:
+            zone.seen = pool.taken_count
+            # That of an average slot: while requests grow by a block each, most take one.
+            zone.burst += (burst - zone.burst) * min(1.0, burst / pool.slot_count)
+        if not _is_usable(books, zone):
+            zone.margin = zone.held = 0
+            continue
+        most = -(-(pool.slot_count + zone.tier.pool.slot_count) // ZONE_SHARE)
+        wanted = min(int(BURSTS * zone.burst), most, pool.slot_count)
+        left = zone.margin - (pool.taken_count - zone.taken)
+        # With quotas, who asks decides what leaves; and what was held may be the next to leave.
+        others = burst > 0 and zone.above.quota_arrays is not None
+        if left < wanted or others or pool.held_count < zone.held:
+            _save_zone(books, zone, wanted + wanted // 4, now)
+
+
+def _is_usable(books: Books, zone: Zone) -> bool:
+    return zone.above.on and zone.tier.on and books.healthy
+
+
+def _save_zone(books: Books, zone: Zone, wanted: int, now: float) -> None:
+    """Sees to it that so many slots are free, or have blocks that leave next and are saved."""
+    above, tier = zone.above, zone.tier
+    free = above.pool.free_count + above.pool.leaving_count
+    leaving = above.next_to_leave(wanted - free, above.asked_by)
+    zone.taken = above.pool.taken_count
+    zone.margin = free + len(leaving)
+    zone.held = above.pool.held_count if zone.margin < wanted else 0
+    if not len(leaving):
+        return
+    absent = _unsaved(books, above, tier, leaving)
+    # A block is worth most with those before it: leading ones get room first.
+    saved = save(books, above.index, tier, absent[::-1], now, "about to leave")
+    tier.keep_for_above(saved)
+
+
+def _unsaved(
+    books: Books, above: Tier, tier: Tier, leaving: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Those of some blocks that should get a copy before they leave; the others' are no spares."""
+    tier.keep_for_above(leaving)
+    absent = leaving[tier.slot_of[leaving] == NOWHERE]
+    absent = absent[above.priority[absent] != FIRST_TO_LEAVE]
+    refused = books.refused_by(tier, absent) if tier.may_refuse else absent[:0]
+    wanted: NDArray[np.int32] = absent[~np.isin(absent, refused)]
+    return wanted
+
+
+def save_evicted(
+    books: Books, victims: list[int], most: int, now: float, cause: str
+) -> tuple[list[int], list[Operation]]:
+    """Saves up to `most` victims that the device is about to evict, of which there is no copy.
+
+    Returns them, and the copies: until these have ended, nothing else may be written there.
+    """
+    hub, started = books.hub, list[Operation]()
+    if hub is None or hub.above is None or most <= 0:
+        return [], started
+    absent = _unsaved(books, hub.above, hub, np.array(victims, dtype=np.int32))
+    # Those that leave last are worth most.
+    saved = save(books, DEVICE, hub, absent[::-1][:most], now, cause, started=started)
+    return saved.tolist(), started
 
 
 BLOCKS_AT_ONCE = 64
