@@ -14,6 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from lab.sim.checkers import SimulationError
 from lab.sim.conditions import Plenty
@@ -22,7 +23,7 @@ from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE, WriteKind
-from penstock.cache.states import LeaseState
+from penstock.cache.states import LeaseState, OperationState
 from penstock.errors import CapacityError, UnavailableError
 from penstock.machine import events as ev
 from penstock.machine.effects import Granted, Grown, LeaseChanged
@@ -385,6 +386,13 @@ class ManagedEngine(Engine):
         if reset and request.state is LeaseState.READY:
             raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
         excused = request.separating or reset or isinstance(event, ev.RankLost)
+        # A save that was given up may still read where the request was to compute.
+        excused = excused or any(
+            operation.purpose is Purpose.SAVE
+            and operation.state is OperationState.ENDING
+            and np.isin(operation.source_slots, request.table).any()
+            for operation in self.world.books.ledger.operations.values()
+        )
         free = self.world.books.device.pool.free_count
         if self.conditions.healthy or (not excused and free >= len(request.table)):
             raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
