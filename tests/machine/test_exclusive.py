@@ -308,6 +308,30 @@ def test_rooms_of_three_tiers_add_up(make_driver: MakeDriver) -> None:
     assert everywhere == set(string.ascii_lowercase[-len(everywhere) :])
 
 
+def test_nothing_is_asked_of_a_rank_that_came_back_before_its_tiers_are_known(
+    make_driver: MakeDriver,
+) -> None:
+    """Which of them it has, it says right after that."""
+    driver = make_driver(device=6, host=6, disk=6, write="exclusive")
+    driver.store(*string.ascii_lowercase)
+    for word in string.ascii_uppercase:
+        driver.compute(word)
+        while saves := [each for each in driver.copies.values() if each.source == 0]:
+            driver.complete(saves[0])
+        if driver.copies:
+            break
+    (down,) = driver.copies.values()
+    driver.handle(ev.RankLost(rank=0))
+
+    driver.handle(ev.RankBack(rank=0))
+
+    assert not driver.told(ef.Copy)
+    driver.handle(ev.Tick())
+    assert [(each.source, each.target) for each in driver.told(ef.Copy)] == [
+        (down.source, down.target)
+    ]
+
+
 def test_a_tenant_over_its_quota_finds_what_it_had_to_give_up(make_driver: MakeDriver) -> None:
     device = TierSettings(name="device", slot_count=16, quotas={"ann": 0.25})
     driver = make_driver(device=device, host=tier("host", 4))

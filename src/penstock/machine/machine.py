@@ -70,6 +70,9 @@ class CacheMachine:
         try:
             handler(books, event, now)
             self._follow_up(now)
+            if self._zones and handler is not faults.rank_back:
+                # Which tiers a rank has that came back, it says right after that.
+                writes.save_leaving(books, self._zones, now)
         except InvariantViolation as violation:
             if violation.story:
                 raise
@@ -207,8 +210,6 @@ class CacheMachine:
             leases.after_operation(books, operation, bad_slots, now)
             writes.after_operation(books, operation, now)
             writes.write_missed_after_operation(books, operation, now)
-        if self._zones:
-            writes.save_leaving(books, self._zones, now)
 
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
