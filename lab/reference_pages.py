@@ -25,6 +25,7 @@ from lab.cli.app import LAB
 from penstock.cli.app import PENSTOCK
 from penstock.config.toml import KEYS, key_table
 from penstock.connectors.base.statistics import COUNTERS, GAUGES, TIMES
+from penstock.machine import machine
 from penstock.runtime import base, copy_executor
 from penstock_serve.observe.metrics import METRICS, RouterMetrics, ServerMetrics
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"^<!-- from the code: (?P<part>[\w -]+) -->$", re.MULTILINE)
 SIGNATURES = "signatures of "
-OWNERS = (penstock, penstock_serve, base, copy_executor)
+OWNERS = (penstock, penstock_serve, base, copy_executor, machine)
 """Where names of the interface are looked for."""
 COMMON = (base.BaseCache, penstock.Handoff, penstock.PrefillHandoff)
 """What several classes have in common is shown once."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = completed((DOCS / "api.md").read_text(encoding="utf-8"))
-EXTENDING = (DOCS / "extending.md").read_text(encoding="utf-8")
+EXTENDING = completed((DOCS / "extending.md").read_text(encoding="utf-8"))
 SAME_ARGUMENTS = "`open_offload` takes the same arguments and returns an `Offload`."
 CLASSES: dict[str, type] = {
     "BaseCache": BaseCache,
