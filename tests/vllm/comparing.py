@@ -9,7 +9,7 @@ import pytest
 PENSTOCK = ["PenstockConnector", "penstock.connectors.vllm"]
 TAMPERED = ["TamperedConnector", "tampered_connector"]
 BLOCK = 32
-LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK + 1]
+LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK + 2]
 HITS = [9 * BLOCK, 6 * BLOCK, 4 * BLOCK]
 """What of each prompt can be reused; prompts of whole blocks are those of `WHOLE`."""
 WHOLE = [4 * BLOCK]
