@@ -100,7 +100,9 @@ def _take_slots(
     device, hub = books.device, books.hub
     arriving = int(np.count_nonzero(found.source != DEVICE))
     most = wanted - arriving
-    if hub is None or event.deadline is not None or event.search_until is not None:
+    if hub is None or hub.above is None:
+        most = 0  # Nothing is saved when it leaves.
+    elif event.deadline is not None or event.search_until is not None:
         most = 0  # It does not wait long, or copies will write where it would compute.
     elif np.count_nonzero(found.source > HUB):
         most = 0  # It needs the room in the hub for itself.
