@@ -90,6 +90,15 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     _account(books, lease, found, miss, event, now)
 
 
+def _room_to_wait_for(wanted: int, found: Finding, event: Acquire) -> int:
+    """How many of the slots that a request wants may still be read by saves of what lay there."""
+    if event.deadline is not None or event.search_until is not None:
+        return 0  # It does not wait long, or copies will write where it would compute.
+    if np.count_nonzero(found.source > HUB):
+        return 0  # It needs the room in the hub for itself.
+    return wanted - int(np.count_nonzero(found.source != DEVICE))
+
+
 def _take_slots(
     books: Books, room: Room, wanted: int, found: Finding, event: Acquire, now: float
 ) -> tuple[NDArray[np.int32], list[Operation]]:
@@ -98,16 +107,12 @@ def _take_slots(
     There are no more of these than blocks to be computed, which wait until they are saved.
     """
     device, hub = books.device, books.hub
-    arriving = int(np.count_nonzero(found.source != DEVICE))
-    most = wanted - arriving
-    if hub is None or hub.above is None:
-        most = 0  # Nothing is saved when it leaves.
-    elif event.deadline is not None or event.search_until is not None:
-        most = 0  # It does not wait long, or copies will write where it would compute.
-    elif np.count_nonzero(found.source > HUB):
-        most = 0  # It needs the room in the hub for itself.
+    most = 0
+    if hub is not None and hub.above is not None:
+        most = _room_to_wait_for(wanted, found, event)
     if most <= 0:
-        books.evict_planned(device, room, now, event.request)
+        if room.victims:
+            books.evict_planned(device, room, now, event.request)
         return device.pool.take(wanted), []
     assert hub is not None
     # What it has found is not evicted for what it evicts.
