@@ -62,7 +62,7 @@ test-vllm-newest: ## the same with VLLM_VERSION, the newest if not given, in bui
 	@build/vllm-newest/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
 	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m "vllm and not long" tests/vllm
 
-test-vllm-gpu: ## the same on a GPU with PYTHON and its vLLM as they are, installing nothing
+test-vllm-gpu: ## run tests of it on a GPU, with PYTHON and its vLLM as they are, installing nothing
 	@PENSTOCK_VLLM_GPU=$${PENSTOCK_VLLM_GPU:-eager} TRITON_F32_DEFAULT=ieee \
 	    PYTHONPATH="src:server/src:.$${PYTHONPATH:+:$$PYTHONPATH}" \
 	    $(PYTHON) -m pytest -m "vllm and not long" \

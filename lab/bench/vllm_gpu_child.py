@@ -19,6 +19,8 @@ import time
 from random import Random
 from typing import Any, cast
 
+from lab.bench.vllm_child import penstock_connector
+
 PLAIN, OFFLOADING, OURS, OUR_LAYERS = SIDES = (
     "plain",
     "offloading",
@@ -50,14 +52,9 @@ def transfer_of(side: str, gib: int) -> dict[str, Any] | None:
             },
         }
     if side in {OURS, OUR_LAYERS}:
-        extra = {"config": TOML.format(gib=gib), "layerwise": side == OUR_LAYERS}
-        return {
-            "kv_connector": "PenstockConnector",
-            "kv_connector_module_path": "penstock.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**extra, "any_version": True},
-        }
+        ours = penstock_connector(TOML.format(gib=gib))
+        ours["kv_connector_extra_config"]["layerwise"] = side == OUR_LAYERS
+        return ours
     return None
 
 

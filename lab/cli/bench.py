@@ -30,6 +30,7 @@ from lab.bench.store import run_store
 from lab.bench.vllm_gpu import PARTS as GPU_PARTS
 from lab.bench.vllm_gpu import SHAPES as GPU_SHAPES
 from lab.bench.vllm_gpu import GpuPlan, run_vllm_gpu
+from lab.bench.vllm_gpu_child import PLAIN as GPU_PLAIN
 from lab.bench.vllm_gpu_child import SIDES as GPU_SIDES
 from lab.bench.vllm_handoff import PARTS as HANDOFF_PARTS
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
@@ -504,17 +505,25 @@ def bench_vllm_gpu(
             raise typer.BadParameter(
                 f"is {given!r}, must be of {', '.join(known[option])}", param_hint=option
             )
-    pool, gib = _counts(room, option="--room")
+    rooms = _counts(room, option="--room")
+    if len(rooms) != len(("TOKENS", "GIB")):
+        raise typer.BadParameter(f"is {room!r}, must be two numbers", param_hint="--room")
+    if GPU_PLAIN not in sides.split(","):
+        raise typer.BadParameter(f"is {sides!r}, must have {GPU_PLAIN}", param_hint="--sides")
+    try:
+        more = msgspec.json.decode(options, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"must be an object: {error}", param_hint="--options") from error
     report = new_report()
     plan = GpuPlan(
         shape=shape,
         parts=parts.split(","),
         sides=sides.split(","),
         lengths=_counts(lengths, option="--tokens"),
-        pool_tokens=pool,
-        gib=gib,
+        pool_tokens=rooms[0],
+        gib=rooms[1],
         rounds=rounds,
-        options=msgspec.json.decode(options, type=dict[str, object]),
+        options=more,
     )
     run_vllm_gpu(report, python=peer_python or Path(sys.executable), plan=plan)
     finish(report, json=json, check=False)

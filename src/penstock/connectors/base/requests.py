@@ -302,6 +302,11 @@ class TrackedRequest:
     """Whether it runs on blocks from before a reset: what it computes from them is not saved."""
 
     @property
+    def may_save(self) -> bool:
+        """Whether what it computes is saved now; on a load, when the load was verified."""
+        return self.save and not self.voided and not self.loads
+
+    @property
     def may_load(self) -> bool:
         """Whether it may be promised anything."""
         return self.load and not self.had_load

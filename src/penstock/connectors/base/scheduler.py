@@ -351,13 +351,15 @@ class SchedulerConnector:
             self._store.begin_turn(tracked.wait)
         self._joins.forget(name)
         self._unstarted.started(name)
-        if tables and tracked.ran and not self._window_groups:
+        if tables and tracked.ran and tracked.may_save and not self._window_groups:
             # The last token was given, not computed. What cannot be pinned need not make room.
             given = min(tracked.request.num_tokens - 1, tracked.keys.token_count)
             known = min(tracked.request.num_computed_tokens, given)
             room = self._pins.room - sum(map(len, tracked.saves.values()))
             rest = max(0, room // len(self._whole_groups))
-            self._save_rest(tracked, min(known // self._tokens, tracked.saved + rest), tables)
+            full = min(known // self._tokens, tracked.saved + rest)
+            if full > tracked.saved:
+                self._save(tracked, full, tables)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)
@@ -459,6 +461,8 @@ class SchedulerConnector:
             if tracked is None:
                 continue
             tracked.ran = True
+            if not tracked.may_save:
+                continue
             request = tracked.request
             # Tokens that are scheduled but not known (asynchronous scheduling, drafts that
             # may be rejected) are left for a later step.
@@ -466,14 +470,7 @@ class SchedulerConnector:
             full = known // self._tokens
             decodes = request.num_computed_tokens >= request.num_prompt_tokens
             if full > tracked.saved and not (decodes and (full + tracked.turn) % some):
-                self._save_rest(tracked, full, tables(name))
-
-    def _save_rest(self, tracked: TrackedRequest, full: int, tables: Tables) -> None:
-        """Saves the blocks of a request up to one, but for what it must not save, or not yet."""
-        # What is computed on a load is saved when the load was verified, in a later step.
-        wanted = tracked.save and not tracked.voided and not tracked.loads
-        if wanted and full > tracked.saved:
-            self._save(tracked, full, tables)
+                self._save(tracked, full, tables(name))
 
     def _step_tiers(self) -> None:
         self._offload.step()
