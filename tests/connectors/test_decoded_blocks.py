@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.messages import decode_plan
+
+if TYPE_CHECKING:
+    import pytest
 
 TOKENS = 4
 PROMPT = 2 * TOKENS
@@ -126,3 +129,28 @@ def test_what_finds_no_room_for_pins_costs_nobody_else_his_room(
     finish(engine, requests)
 
     assert sum(found(engine, make_request, request) for request in requests) == before
+
+
+def test_a_step_that_completes_no_block_of_a_request_does_not_look_at_it(
+    make_engine: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of requests decode at once, and the engine's thread pays for each look."""
+    request = make_request("first", range(PROMPT))
+    engine = make_engine(window_groups=())
+    engine.scheduler.find_tokens(request, 0)
+    engine.allocate(request, PROMPT // TOKENS + BLOCKS)
+    looks: set[int] = set()
+
+    def looked(self: Any) -> int:
+        looks.add(step)
+        return len(self.all_token_ids)
+
+    monkeypatch.setattr(type(request), "num_tokens", property(looked))
+
+    for step in range(BLOCKS * TOKENS):
+        tokens = 1 if step else PROMPT
+        engine.scheduler.plan_step({"first": tokens}, engine.tables.__getitem__)
+        request.num_computed_tokens += tokens
+        request.all_token_ids.append(7)
+
+    assert len(looks) <= BLOCKS + 2

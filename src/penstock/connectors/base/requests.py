@@ -295,6 +295,9 @@ class TrackedRequest:
     """Whether the engine has started a load for it, or could not. vLLM reserves room for a load
     until its request is computed or preempted, also when the load has failed: the same load again
     must fit beside that room, and in a small pool it never does. So nothing more is offered."""
+    until_block: int = 0
+    """So many more tokens it decodes before another block of it can be complete: most steps of
+    most requests have nothing to save, and need not look."""
     ran: bool = False
     """Whether it was in a step since the engine started it: only then are its tokens computed."""
     recorded: bool = False

@@ -212,6 +212,7 @@ class SchedulerConnector:
         self._give_up_saves(tracked)
         # All its blocks are recent.
         tracked.voided = tracked.ran = False
+        tracked.until_block = 0
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
@@ -416,6 +417,7 @@ class SchedulerConnector:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)
                 tracked.had_load = False  # The engine has given up the room for it.
+                tracked.until_block = 0
         self._give_up_loads(idle=not (scheduled or self._loading or receiving or self._pins.count))
         joined = self._joins.take(scheduled, preempted)
         early = tuple(iter(self._offload.ranks.take_plan, None)) if joined else ()
@@ -456,10 +458,13 @@ class SchedulerConnector:
             some = 1  # A block may leave its window.
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
-            if tracked is not None and tracked.arriving[1] and not tracked.joins:
-                self._count_kept(tracked)
             if tracked is None:
                 continue
+            if tracked.until_block > token_count:
+                tracked.until_block -= token_count
+                continue
+            if tracked.arriving[1] and not tracked.joins:
+                self._count_kept(tracked)
             tracked.ran = True
             if not tracked.may_save:
                 continue
@@ -471,6 +476,8 @@ class SchedulerConnector:
             decodes = request.num_computed_tokens >= request.num_prompt_tokens
             if full > tracked.saved and not (decodes and (full + tracked.turn) % some):
                 self._save(tracked, full, tables(name))
+            if decodes and not self._window_groups:
+                tracked.until_block = (full + 1) * self._tokens - known
 
     def _step_tiers(self) -> None:
         self._offload.step()
