@@ -254,8 +254,10 @@ class SharedTarget(AreaBooks[SharedArea]):
 
     def notices(self) -> list[Notice]:
         """Lets writers connect, and takes the notices that arrived; never waits."""
-        self._answer_callers()
         found: list[Notice] = []
+        if not self._epoll.poll(0, 1):
+            return found
+        self._answer_callers()
         for area in self.open_areas:
             if area.connection is not None:
                 found += [Notice(area, payload) for payload in self._take(area, area.connection)]

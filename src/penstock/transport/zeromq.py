@@ -62,6 +62,7 @@ from penstock.transport.zmq_link import (
     new_socket,
     private_address,
     require_name,
+    take_message,
 )
 
 if TYPE_CHECKING:
@@ -270,9 +271,8 @@ class Listener:
                 self.refused[RefusalReason.UNKNOWN_KEY] += refused
         self._unread = True
         for _ in range(WAITING_MAX):  # Who calls without end does not keep the others waiting.
-            try:
-                parts = self._lobby.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
+            parts = take_message(self._lobby)
+            if parts is None:
                 self._unread = False
                 break
             self._answer(parts)

@@ -495,7 +495,7 @@ class MonitoredSocket:
 
     def look(self) -> None:
         """Reads the events of the monitor."""
-        while (parts := _receive(self._monitor)) is not None:
+        while (parts := take_message(self._monitor)) is not None:
             event = parse_monitor_message(parts)
             kind, fd = event["event"], int(event["value"])
             if kind in {zmq.Event.ACCEPTED, zmq.Event.CONNECTED}:
@@ -551,7 +551,7 @@ class ZmqLink(MonitoredSocket):
 
     def messages(self) -> Iterator[list[bytes]]:
         """Takes what has arrived, message by message, each in its parts."""
-        while (parts := _receive(self._socket)) is not None:
+        while (parts := take_message(self._socket)) is not None:
             yield parts
 
     def send(self, message: bytes) -> bool:
@@ -582,10 +582,11 @@ class ZmqPulse(MonitoredSocket):
     def look(self) -> None:
         """Reads the events of the monitor, and whether a message came."""
         super().look()
-        self.spoke |= _receive(self._socket) is not None
+        self.spoke |= take_message(self._socket) is not None
 
 
-def _receive(socket: Socket) -> list[bytes] | None:
+def take_message(socket: Socket) -> list[bytes] | None:
+    """A message that has come to a socket, if one has."""
     # Most looks find nothing, and an exception of ZeroMQ costs four times as much as this question.
     if not int(socket.getsockopt(_POLL_STATE)) & _HAS_MESSAGE:
         return None

@@ -314,6 +314,8 @@ class ZmqLines:
         self._quiet: dict[str, int] = {}
         """Lines that were found empty and not used since, and their descriptors: asking one
         takes forty microseconds, and a poll over all of them two."""
+        self._quiet_poll: select.poll | None = None
+        """Over these descriptors, until there are others."""
         self._redial()
 
     @property
@@ -325,7 +327,7 @@ class ZmqLines:
         channel = self._channels.get(name)
         if channel is None or not channel.is_open:
             return False
-        self._quiet.pop(name, None)  # What comes in the course of a send is not shown.
+        self._disturb(name)  # What comes in the course of a send is not shown.
         try:
             channel.send(frame)
         except (UnavailableError, CapacityError):
@@ -390,7 +392,9 @@ class ZmqLines:
                 case ReceivedFrame(frame):
                     found.append(LineFrame(name, frame))
                 case Empty():
-                    self._quiet[name] = channel.descriptor
+                    if name not in self._quiet:
+                        self._quiet[name] = channel.descriptor
+                        self._quiet_poll = None
                     return
                 case ended:
                     self._log_end(name, ended, opened=channel.was_open)
@@ -409,10 +413,11 @@ class ZmqLines:
         """The lines from which nothing can be received."""
         if not self._quiet:
             return set()
-        poll = select.poll()
-        for fd in self._quiet.values():
-            poll.register(fd, select.POLLIN)
-        readable = {fd for fd, _ in poll.poll(0)}
+        if self._quiet_poll is None:
+            self._quiet_poll = select.poll()
+            for fd in self._quiet.values():
+                self._quiet_poll.register(fd, select.POLLIN)
+        readable = {fd for fd, _ in self._quiet_poll.poll(0)}
         now = time.monotonic()
         return {
             name
@@ -444,10 +449,14 @@ class ZmqLines:
 
     def _drop(self, name: str) -> None:
         self._reported.discard(name)
-        self._quiet.pop(name, None)
+        self._disturb(name)
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()
+
+    def _disturb(self, name: str) -> None:
+        if self._quiet.pop(name, None) is not None:
+            self._quiet_poll = None
 
     def _redial(self) -> None:
         now = time.monotonic()

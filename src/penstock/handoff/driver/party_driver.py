@@ -27,6 +27,7 @@ The rules:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from operator import index
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.lines import Lines
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.messages import AnyMessage
+    from penstock.handoff.protocol.party import Peer
 
 
 _LENGTH_BYTES = 4
@@ -223,7 +225,10 @@ class PartyDriver(Generic[MachineT]):
         """Messages for which there was no line, or no room on it."""
         self._clock = clock
         self._liveness = Liveness(machine.settings.times)
-        self._watched: tuple[str, ...] = ()
+        self._peers: list[tuple[str, Peer]] = []
+        """As they stood when it was last decided whom to watch."""
+        self._watch_until = 0.0
+        """Nothing is due before; messages only put it off."""
         self._ended: deque[HandoffEnded] = deque()
         self._claims: dict[tuple[str, str], msg.Claim] = {}
         """Claims to send at the end of the step."""
@@ -399,6 +404,8 @@ class PartyDriver(Generic[MachineT]):
                     self._act(effect)
 
     def _send_claims(self) -> None:
+        if not self._claims and not self._held:
+            return
         claims, self._claims = {**self._held, **self._claims}, {}
         urgent = {at[0] for at, claim in claims.items() if not self._can_wait(claim)}
         self._held = {at: claim for at, claim in claims.items() if at[0] not in urgent}
@@ -421,16 +428,21 @@ class PartyDriver(Generic[MachineT]):
         Colleagues are not watched: their death is seen, not suspected (P21).
         """
         role = self.machine.role
-        names = tuple(
-            name
-            for name, peer in self.machine.peers.items()
-            if (role, peer.role) not in COLLEAGUES and peer.standing is not Standing.LOST
-        )
-        if names != self._watched:
-            self._watched = names
+        peers = [*self.machine.peers.items()]
+        if peers != self._peers:
+            self._peers = peers
+            names = tuple(
+                name
+                for name, peer in peers
+                if (role, peer.role) not in COLLEAGUES and peer.standing is not Standing.LOST
+            )
             self._liveness.watch(names, now)
+            self._watch_until = 0.0
+        if now < self._watch_until:
+            return
         due = self._liveness.next_deadline()
-        if due is None or due > now:
+        self._watch_until = math.inf if due is None else due
+        if now < self._watch_until:
             return
         verdict = self._liveness.handle_timer(now)
         for name in verdict.ask:
