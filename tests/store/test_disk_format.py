@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from penstock.store.disk import format as disk_format
-from penstock.store.disk import io as disk_io
+from penstock.store.disk import trailers as disk_trailers
 from penstock.store.disk.format import (
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
     Geometry,
 )
-from penstock.store.disk.io import trailer_sums
+from penstock.store.disk.trailers import end_trailers
 from tests.store.segments import (
     BLOCK_BYTES,
     FORM,
@@ -315,10 +315,12 @@ def test_compiled_sums_of_trailers_are_those_of_the_format(
     heads = trailers[:, :TRAILER_HEAD_BYTES].copy().view(TRAILER_HEAD)[:, 0]
     tables = trailers[:, TRAILER_HEAD_BYTES:][:, : 8 * cell_count].copy().view("<u8")
 
-    compiled = trailer_sums(trailers, cell_count)
-    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
-    plain = trailer_sums(trailers, cell_count)
+    by_compiled, by_plain = trailers.copy(), trailers.copy()
+    compiled = end_trailers(by_compiled, cell_count)
+    monkeypatch.setattr(disk_trailers, "load_parts_library", lambda: None)
+    plain = end_trailers(by_plain, cell_count)
 
     sealed = [seal_trailer(head, table) for head, table in zip(heads, tables, strict=True)]
     expected = [np.frombuffer(raw, TRAILER_HEAD, count=1)["sum"][0] for raw in sealed]
     assert compiled.tolist() == plain.tolist() == expected
+    np.testing.assert_array_equal(by_compiled, by_plain)

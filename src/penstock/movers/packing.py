@@ -130,7 +130,7 @@ def find_compiler() -> str | None:
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("parts.c", "put_away_thread.c")
+SOURCES = ("parts.c", "put_away_thread.c", "stored_blocks.c")
 LENGTH_MIN = 241
 """Shorter segments are summed in another way, which `parts.c` does not know."""
 LINE_BYTES = 64
@@ -173,9 +173,18 @@ class PartsLibrary:
             *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
         )
         self.sum_pairs.restype = None
-        self.trailer_sums = loaded.penstock_trailer_sums
-        self.trailer_sums.argtypes = (pointer, number, number, number, pointer, pointer)
-        self.trailer_sums.restype = None
+        # So short that to give away the lock of the interpreter and get it back would take longer.
+        quick = ctypes.PyDLL(str(path))
+        trailers = (pointer, number, number, number)
+        self.begin_trailers = quick.penstock_begin_trailers
+        self.begin_trailers.argtypes = (*trailers, ctypes.c_char_p, pointer, pointer)
+        self.begin_trailers.restype = None
+        self.end_trailers = quick.penstock_end_trailers
+        self.end_trailers.argtypes = (*trailers, pointer, pointer)
+        self.end_trailers.restype = None
+        self.check_trailers = quick.penstock_check_trailers
+        self.check_trailers.argtypes = (*trailers, ctypes.c_char_p, pointer, pointer, pointer)
+        self.check_trailers.restype = None
         self.check_rows = loaded.penstock_check_rows
         self.check_rows.argtypes = (pointer, number, ctypes.c_uint64, pointer, pointer, pointer)
         self.check_rows.restype = None
@@ -403,6 +412,9 @@ class PackedSums:
             ],
             dtype=np.int64,
         )
+        self._cell_count = len(self._span.cells)
+        # NumPy takes a microsecond or two for each address.
+        self._table = self._segments.ctypes.data, len(self._segments)
         # Shorter segments have an XXH3 of their own, which `parts.c` does not know.
         known = algorithm is Algorithm.MIX64 or self._segments[:, 1].min() >= LENGTH_MIN
         self._library = load_parts_library() if known else None
@@ -412,9 +424,9 @@ class PackedSums:
         memory: NDArray[np.uint8],
         places: NDArray[np.int64],
         keys: Sequence[bytes],
-        salts: tuple[int, int],
+        salts: tuple[int | NDArray[np.uint64], int],
     ) -> NDArray[np.uint64]:
-        """The sums under both salts, of shape [2, blocks, cells]."""
+        """The sums under both salts, of shape [2, blocks, cells]; each block may have its own."""
         count = len(keys)
         if len(places) != count:
             raise ValueError(f"{len(places)} places and {count} keys, must be as many")
@@ -422,24 +434,22 @@ class PackedSums:
             raise ValueError(f"places {places} are not all within {len(memory)} bytes of memory")
         if not memory.flags.c_contiguous or not places.flags.c_contiguous:
             raise ValueError("memory or places has gaps, must be one run of bytes or numbers")
-        shape = (2, count, len(self._span.cells))
+        seeds = np.empty((2, count), dtype=np.uint64)
+        seeds[0], seeds[1] = salts
+        sums = np.empty((2, count, self._cell_count), dtype=np.uint64)
         if self._library is None:
-            sums = np.empty(shape, dtype=np.uint64)
             for position, place in enumerate(places):
                 block = memory[np.newaxis, place : place + self.block_bytes]
                 key = keys[position : position + 1]
-                for number, salt in enumerate(salts):
+                for number, salt in enumerate(seeds[:, position].tolist()):
                     sums[number, position] = self._span.sum_blocks(
                         block, key, self._algorithm, salt=salt
                     )[0]
             return sums
-        seeds = np.array(salts, dtype=np.uint64)[:, np.newaxis] ^ np.array(
-            key_seeds(keys), dtype=np.uint64
-        )
-        sums = np.empty(shape, dtype=np.uint64)
+        seeds ^= np.array(key_seeds(keys), dtype=np.uint64)
         self._library.sum_pairs(
-            *(self._segments.ctypes.data, len(self._segments), seeds.ctypes.data, count),
-            *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, shape[2]),
+            *(*self._table, seeds.ctypes.data, count),
+            *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self._cell_count),
             self._algorithm is Algorithm.MIX64,
         )
         return sums

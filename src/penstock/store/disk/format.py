@@ -37,7 +37,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,40 +140,42 @@ class Geometry:
     segment_bytes: int
     block_bytes: int
     cell_count: int
+    # What follows from these is asked for with every block.
+    trailer_offset: int = field(init=False)
+    """Within a slot."""
+    trailer_bytes: int = field(init=False)
+    slot_bytes: int = field(init=False)
+    slot_count: int = field(init=False)
+    first_offset: int = field(init=False)
+    """Where slot 0 begins."""
 
     def __post_init__(self) -> None:
-        if self.slot_count < 1:
+        trailer_offset = round_up(self.block_bytes)
+        trailer_bytes = round_up(TRAILER_HEAD_BYTES + self.cell_count * SUM_BYTES)
+        slot_bytes = trailer_offset + trailer_bytes
+        count = (self.segment_bytes - PAGE_BYTES) // (slot_bytes + ROW_BYTES)
+        # The table ends with a page, for which a slot may have to go.
+        while count > 0 and self.slots_offset(count) + count * slot_bytes > self.segment_bytes:
+            count -= 1
+        if count < 1:
             raise ValueError(
                 f"segment_bytes is {self.segment_bytes}, must have room for one slot of "
-                f"{self.slot_bytes} bytes"
+                f"{slot_bytes} bytes"
             )
+        for name, value in (
+            ("trailer_offset", trailer_offset),
+            ("trailer_bytes", trailer_bytes),
+            ("slot_bytes", slot_bytes),
+            ("slot_count", count),
+            ("first_offset", self.slots_offset(count)),
+        ):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def least_bytes(cls, *, block_bytes: int, cell_count: int) -> int:
         """The size of a segment with one slot."""
         one = cls(segment_bytes=1 << 62, block_bytes=block_bytes, cell_count=cell_count)
         return cls.slots_offset(1) + one.slot_bytes
-
-    @property
-    def trailer_offset(self) -> int:
-        """Within a slot."""
-        return round_up(self.block_bytes)
-
-    @property
-    def trailer_bytes(self) -> int:
-        return round_up(TRAILER_HEAD_BYTES + self.cell_count * SUM_BYTES)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.trailer_offset + self.trailer_bytes
-
-    @property
-    def slot_count(self) -> int:
-        count = (self.segment_bytes - PAGE_BYTES) // (self.slot_bytes + ROW_BYTES)
-        # The table ends with a page, for which a slot may have to go.
-        while count > 0 and self.slots_offset(count) + count * self.slot_bytes > self.segment_bytes:
-            count -= 1
-        return count
 
     @staticmethod
     def slots_offset(slot_count: int) -> int:
@@ -182,7 +184,7 @@ class Geometry:
 
     def offset(self, slot: int) -> int:
         """Where a slot begins."""
-        return self.slots_offset(self.slot_count) + slot * self.slot_bytes
+        return self.first_offset + slot * self.slot_bytes
 
     @staticmethod
     def row_offset(slot: int) -> int:

@@ -155,6 +155,7 @@ class BlockIndex:
         self._places = np.full(capacity, EMPTY, dtype=np.uint64)
         # For one block at a time: these give Python's own numbers.
         self._digest_at, self._place_at = self._digests.data, self._places.data
+        self._table = self._digests.ctypes.data, self._places.ctypes.data, capacity - 1
         self._count = self._used = 0
 
     def __len__(self) -> int:
@@ -216,8 +217,7 @@ class BlockIndex:
         else:
             self._library.insert(
                 *(digests.ctypes.data, places.ctypes.data, len(digests)),
-                *(self._digests.ctypes.data, self._places.ctypes.data, int(self._mask)),
-                inserted.ctypes.data,
+                *(*self._table, inserted.ctypes.data),
             )
         added = int(np.count_nonzero(inserted))
         self._count += added

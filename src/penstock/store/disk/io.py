@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from penstock.cache.operations import BlockFault
-from penstock.movers.packing import load_parts_library
-from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     ASSOCIATED_BYTES,
     FILE_MODE,
@@ -32,7 +29,12 @@ from penstock.store.disk.format import (
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
 )
-from penstock.vocabulary.checksums import SUM_BYTES
+from penstock.store.disk.trailers import (
+    begin_trailers,
+    check_blocks,
+    check_trailers,
+    end_trailers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,11 +144,12 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
     in_place = run.cipher is None and _is_page_sized(run)
     step = geometry.trailer_bytes if in_place else geometry.slot_bytes
     room = scratch.room(count * step).reshape(count, step)
-    room[:, -geometry.trailer_bytes :] = 0
-    heads = _trailer_heads(run)
+    trailers = room[:, -geometry.trailer_bytes :]
+    trailers[:] = 0
+    begin_trailers(run, trailers)
     if not in_place:
-        _fill_blocks(run, room, heads)
-    trailer_sums = _fill_trailers(run, room[:, -geometry.trailer_bytes :], heads)
+        _fill_blocks(run, room, trailers)
+    trailer_sums = end_trailers(trailers, geometry.cell_count)
     if in_place:
         blocks = run.arena.blocks(run.slots, run.arena.host.slot_bytes)
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
@@ -185,14 +188,10 @@ def read_run(
         os.close(fd)
     room[got // geometry.slot_bytes :] = 0  # A file that ends early has no trailers from there on.
     trailers = room[:, -geometry.trailer_bytes :]
-    bad, stored, salts = _check_trailers(run, trailers)
+    bad = check_trailers(run, trailers)
     if not in_place:
         _take_blocks(run, room, bad)
-    good = [position for position in range(count) if position not in bad]
-    # Blocks of one life have one salt; most runs are of one life.
-    for salt in {salts[position] for position in good}:
-        same = [position for position in good if salts[position] == salt]
-        _check_sums(run, sums, same, salt, stored, bad)
+    check_blocks(run, sums, trailers, bad)
     return bad
 
 
@@ -258,7 +257,7 @@ def _is_page_sized(run: Run) -> bool:
     return run.arena.host.slot_bytes == run.geometry.trailer_offset
 
 
-def _fill_blocks(run: Run, room: NDArray[np.uint8], heads: NDArray[np.void]) -> None:
+def _fill_blocks(run: Run, room: NDArray[np.uint8], trailers: NDArray[np.uint8]) -> None:
     """Copies blocks into whole slots, encrypted if need be."""
     size = run.geometry.block_bytes
     room[:, size : run.geometry.trailer_offset] = 0
@@ -267,9 +266,10 @@ def _fill_blocks(run: Run, room: NDArray[np.uint8], heads: NDArray[np.void]) -> 
             room[position, :size] = block[:size]
             continue
         nonce = secrets.token_bytes(NONCE_BYTES)
-        bound_to = heads[position].tobytes()[:ASSOCIATED_BYTES]
+        bound_to = trailers[position, :ASSOCIATED_BYTES].tobytes()
         tag = run.cipher.seal(nonce, block[:size].data, bound_to, room[position, :size].data)
-        heads["nonce"][position], heads["tag"][position] = nonce, tag
+        head = trailers[position, :TRAILER_HEAD_BYTES].view(TRAILER_HEAD)
+        head["nonce"], head["tag"] = nonce, tag
 
 
 def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) -> None:
@@ -291,97 +291,5 @@ def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) 
             raw[:ASSOCIATED_BYTES].tobytes(),
             block[:size].data,
         )
-        if not is_right:
-            bad[position] = BlockFault.CORRUPT
-
-
-def _trailer_heads(run: Run) -> NDArray[np.void]:
-    """All but what depends on the bytes."""
-    count = len(run.keys)
-    heads = np.zeros(count, dtype=TRAILER_HEAD)
-    heads["life"], heads["salt"] = run.life, run.salt
-    heads["key"] = key_fields(run.keys)
-    heads["space"], heads["generation"] = np.void(run.space.name), run.space.generation
-    heads["slot"] = np.arange(run.first, run.first + count, dtype=np.uint32)
-    heads["cell_count"] = run.geometry.cell_count
-    return heads
-
-
-def _fill_trailers(
-    run: Run, trailers: NDArray[np.uint8], heads: NDArray[np.void]
-) -> NDArray[np.uint64]:
-    count = len(run.keys)
-    end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
-    sums = run.arena.host.sums(run.slots).astype("<u8", copy=False)
-    trailers[:, TRAILER_HEAD_BYTES:end] = sums.view(np.uint8).reshape(count, -1)
-    trailers[:, :TRAILER_HEAD_BYTES] = heads.view(np.uint8).reshape(count, -1)
-    totals = trailer_sums(trailers, run.geometry.cell_count)
-    trailers[:, TRAILER_HEAD_BYTES - SUM_BYTES : TRAILER_HEAD_BYTES] = (
-        totals.astype("<u8", copy=False).view(np.uint8).reshape(count, -1)
-    )
-    return totals
-
-
-def trailer_sums(trailers: NDArray[np.uint8], cell_count: int) -> NDArray[np.uint64]:
-    """What the sum of each trailer must be; of shape [trailers, bytes], padded or not."""
-    loaded = load_parts_library()
-    if loaded is None or trailers.strides[1] != 1:
-        end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
-        head_bytes = TRAILER_HEAD_BYTES - SUM_BYTES
-        joined = (
-            each[:head_bytes].tobytes() + each[TRAILER_HEAD_BYTES:end].tobytes()
-            for each in trailers
-        )
-        return np.array([xxh3_64_intdigest(each) for each in joined], dtype=np.uint64)
-    sums = np.empty(len(trailers), dtype=np.uint64)
-    scratch = np.empty(TRAILER_HEAD_BYTES + cell_count * SUM_BYTES, dtype=np.uint8)
-    loaded.trailer_sums(
-        *(trailers.ctypes.data, trailers.strides[0], len(trailers), cell_count),
-        *(scratch.ctypes.data, sums.ctypes.data),
-    )
-    return sums
-
-
-def _check_trailers(
-    run: Run, trailers: NDArray[np.uint8]
-) -> tuple[dict[int, BlockFault], NDArray[np.uint64], list[int]]:
-    """Which trailers are bad, the stored cell sums and their salts."""
-    count = len(run.keys)
-    end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
-    raw = np.ascontiguousarray(trailers[:, :end])
-    heads = np.ascontiguousarray(raw[:, :TRAILER_HEAD_BYTES]).view(TRAILER_HEAD)[:, 0]
-    wanted = _trailer_heads(run)
-    names_it = (heads["key"] == wanted["key"]) & (heads["space"] == wanted["space"])
-    here = np.ones(count, dtype=np.bool_)
-    for field in ("life", "generation", "cell_count", "slot"):
-        here &= heads[field] == wanted[field]
-    here &= heads["sum"] == trailer_sums(raw, run.geometry.cell_count)
-    # Whole, and another block's: two keys have one digest, and the index has the other's.
-    bad = dict.fromkeys(np.flatnonzero(~names_it).tolist(), BlockFault.MISSING)
-    bad |= dict.fromkeys(np.flatnonzero(~here).tolist(), BlockFault.CORRUPT)
-    stored = np.ascontiguousarray(raw[:, TRAILER_HEAD_BYTES:]).view("<u8")
-    return bad, stored.astype(np.uint64, copy=False), heads["salt"].tolist()
-
-
-def _check_sums(
-    run: Run,
-    sums: PackedSums,
-    positions: list[int],
-    salt: int,
-    stored: NDArray[np.uint64],
-    bad: dict[int, BlockFault],
-) -> None:
-    """Verifies blocks in the arena, and keeps the sums of those that are good under `run.salt`."""
-    host = run.arena.host
-    slots = run.slots[positions]
-    found = sums.sum_pairs(
-        host.arena.bytes,
-        host.blocks_offset + slots.astype(np.int64) * host.slot_bytes,
-        [run.keys[position] for position in positions],
-        (salt, run.salt),
-    )
-    right = (found[0] == stored[positions]).all(axis=1)
-    host.keep_sums(slots[right], found[1][right])
-    for position, is_right in zip(positions, right.tolist(), strict=True):
         if not is_right:
             bad[position] = BlockFault.CORRUPT

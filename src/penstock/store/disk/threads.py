@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
-from penstock.store.disk.format import ROW_BYTES, Geometry, seal_rows
+from penstock.store.disk.format import ROW, ROW_BYTES, Geometry, seal_rows
 from penstock.store.disk.index import make_rows, parents_of, read_rows
 from penstock.store.disk.io import (
     AlignedMemory,
@@ -385,7 +385,9 @@ class DiskThreads:
 
     def _write_rows_of(self, segment: DiskSegment, writes: list[RunToWrite]) -> None:
         """One write for rows that follow each other."""
-        rows = seal_rows(np.concatenate([_rows_of(segment, write) for write in writes]))
+        # As bytes: NumPy compares the fields of records with each other, which takes far longer.
+        made = [_rows_of(segment, write).view(np.uint8) for write in writes]
+        rows = seal_rows(np.concatenate(made).view(ROW))
         gaps = np.flatnonzero(np.diff(rows["slot"].astype(np.int64)) != 1) + 1
         fd = segment.open(os.O_WRONLY, self._calls)
         try:
