@@ -22,7 +22,7 @@ TO_INSTANCE: list[Any] = [
     Request(id="r", prompt=(1, 2), max_tokens=3, sampling=Sampling(seed=-(2**63))),
     ms.Abort(id="r"),
     ms.StopAnswer(id="r", answer=2),
-    ms.ResetCache(why="so", weights_version="v"),
+    ms.ResetCache(number=1, why="so", weights_version="v"),
     ms.Ask(id=1, what="story", of="r"),
 ]
 FROM_INSTANCE: list[Any] = [
@@ -39,6 +39,7 @@ FROM_INSTANCE: list[Any] = [
             AllCleared(sequence=3, epoch=1),
         ]
     ),
+    ms.ResetKept(number=1),
     ms.AskAnswer(id=1, json=b"{}"),
 ]
 FROM_RANK: list[Any] = [
@@ -111,5 +112,5 @@ def test_garbage_is_refused_or_read_and_nothing_else_happens(reader: Any, frame:
 def test_a_message_of_the_other_side_is_refused() -> None:
     with pytest.raises(PeerError, match="cannot be read"):
         ms.read_by_instance(ms.encode(FROM_INSTANCE[1]))
-    with pytest.raises(PeerError, match="has version 2, must have version 1"):
-        ms.read_by_server(b"\x02")
+    with pytest.raises(PeerError, match="has version 3, must have version 2"):
+        ms.read_by_server(b"\x03")

@@ -19,7 +19,7 @@ from tests.runtime.stored_engine import (
     processes_of,
     prompt,
 )
-from tests.serve.conftest import descendants, eventually, kill_all, serving
+from tests.serve.conftest import descendants, eventually, kill_all, pids_of, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,28 @@ def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_t
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["cached_by_tier"]["disk"] >= 8 * (saved - 1)
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_a_reset_that_an_instance_did_not_live_to_carry_out_voids_the_disk_of_the_next_one(
+    model_folder: Path, tmp_path: Path, always_load: tuple[str, str]
+) -> None:
+    options = (*SIZES, *always_load, "--disk", str(tmp_path / "disk"), "--disk-gib", "0.05")
+    with serving(model_folder, *options) as running:
+        eventually(lambda: disk_of(running)["on"], wanted=True)
+        blocks = running.complete(PROMPT)["usage"]["prompt_tokens"] // 8
+        eventually(lambda: disk_of(running)["store"]["blocks"] >= blocks, wanted=True)
+        pids = pids_of("instance-0", running)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+
+        reset = running.client.post("/admin/reset")
+        kill_all(pids)
+        eventually(lambda: pids_of("instance-0", running) not in ([], pids), wanted=True)
+        eventually(lambda: running.client.get("/health").status_code, wanted=200)
+        eventually(lambda: disk_of(running)["on"], wanted=True)
+
+        assert reset.json() == {"reset": ["instance-0"]}
+        assert running.complete(PROMPT)["usage"]["cached_by_tier"]["disk"] == 0
 
 
 def test_two_engines_share_the_disk_that_a_store_command_serves(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ CONFIG = 'version = 1\nmodel.name = "m"\ncache = { blocks = 8, block_tokens = 4 
 PROMPT = tuple(range(40))
 
 
+AWAY = "it was away when the others were reset, or died too soon"
+
+
 class Instance:
     """The other end of a link, played by the test."""
 
@@ -309,7 +312,8 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
 
         assert router.reset("so", weights_version="w2") == ["one", "two"]
 
-        assert one.received() == two.received() == [ms.ResetCache(why="so", weights_version="w2")]
+        reset = ms.ResetCache(number=1, why="so", weights_version="w2")
+        assert one.received() == two.received() == [reset]
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
         # What was kept under the old weights attracts nobody: the first one is as good.
@@ -327,14 +331,31 @@ def test_an_instance_that_was_away_gets_a_reset_once_and_before_any_request() ->
         again = Instance(router, "two")
         await settled()
         first = again.received()
+        again.say(ms.ResetKept(number=1))
+        await settled()
         again.link.close()
         later = Instance(router, "two")
         await settled()
 
-        assert one.received() == [ms.ResetCache(why="so")]
-        assert first == [ms.ResetCache(why="it was away when the others were reset")]
+        assert one.received() == [ms.ResetCache(number=1, why="so")]
+        assert first == [ms.ResetCache(number=1, why=AWAY)]
         assert later.received() == []
         later.link.close()
+
+    played(play)
+
+
+def test_an_instance_that_dies_before_a_reset_is_kept_is_reset_again_when_it_is_back() -> None:
+    async def play(router: Router, _: Instance, two: Instance) -> None:
+        router.reset("first")
+        two.say(ms.ResetKept(number=1))
+        router.reset("second")
+        two.link.close()
+        again = Instance(router, "two")
+        await settled()
+
+        assert again.received() == [ms.ResetCache(number=2, why=AWAY)]
+        again.link.close()
 
     played(play)
 

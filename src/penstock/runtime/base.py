@@ -95,6 +95,12 @@ class BaseCache:
         return self._driver.stored is not None
 
     @property
+    def resets_kept(self) -> bool:
+        """Whether every reset outlives this process; not so while a store has to confirm one."""
+        stored = self._driver.stored
+        return stored is None or not stored.unconfirmed_resets
+
+    @property
     def steps(self) -> EngineSteps | None:
         """What the engine calls around its steps; `None` where its ranks are other processes.
 

@@ -142,6 +142,8 @@ class Instance:
         """What the server knows to be wrong with the cache."""
         self._changes_sent = 0
         """The number of the last KV event that the server was sent."""
+        self._unkept_reset = 0
+        """The last reset that the server was not told to be kept; 0: none."""
         self._drained_by = math.inf
         """The deadline of its requests after a stop signal."""
         config = spec.config
@@ -168,6 +170,7 @@ class Instance:
             )
         )
         self._reasons_sent = ()
+        self._unkept_reset = 0  # A server that was restarted counts anew.
         self._send_health()
         self._send_cached_blocks()
 
@@ -176,6 +179,11 @@ class Instance:
         if reasons != self._reasons_sent:
             self._reasons_sent = reasons
             self._outbox.put(ms.HealthChanged(reasons=list(reasons)))
+
+    def _send_reset_kept(self) -> None:
+        if self._unkept_reset and self._engine.cache.resets_kept:
+            self._outbox.put(ms.ResetKept(number=self._unkept_reset))
+            self._unkept_reset = 0
 
     def _place(self) -> EngineSpec | None:
         """How other instances reach this one for handoffs."""
@@ -205,6 +213,7 @@ class Instance:
             self._orders.step()
             self._send_cache_changes()
             self._send_health()
+            self._send_reset_kept()
             if self._outbox.flush():
                 due = min(self._drained_by, self._orders.next_deadline)
                 self._wait(stop, min(time.monotonic() + IDLE_S, due))
@@ -359,7 +368,8 @@ class Instance:
                 self._spec = msgspec.structs.replace(self._spec, role=InstanceRole(message.role))
             case ms.StopAnswer():
                 self._engine.scheduler.stop(message.id, message.answer)
-            case ms.ResetCache(why=why, weights_version=version):
+            case ms.ResetCache(number=number, why=why, weights_version=version):
+                self._unkept_reset = number
                 if version:
                     self._engine.change_weights(version)
                     self._note_weights(version)

@@ -8,7 +8,7 @@
 | `OpenPair` `ClosePair`         | `PairFailed`                                                 |
 | `SetRole`                      |                                                              |
 |                                | `CacheChanged`                                               |
-| `ResetCache`                   |                                                              |
+| `ResetCache`                   | `ResetKept`, when the reset outlives the instance            |
 | `Ask`                          | `AskAnswer`                                                  |
 | `Pause`                        | `AskAnswer` with an `OrderResult`, when it is done           |
 | `CheckWeights` `LoadWeights`   | the same                                                     |
@@ -33,7 +33,7 @@ from penstock.toolkit import FRAME_BYTES_MAX, FrameCodec
 from penstock_serve.engine.requests import Output, Request
 from penstock_serve.engine.spec import EngineSpec, PairSpec  # noqa: TC001
 
-VERSION = 1
+VERSION = 2
 What = Literal["statistics", "story", "timeline", "audit"]
 """The questions that an instance answers."""
 RoleName = Literal["both", "prefill", "decode"]
@@ -103,6 +103,8 @@ class StopAnswer(InstanceMessage, frozen=True, kw_only=True):
 class ResetCache(InstanceMessage, frozen=True, kw_only=True):
     """Clears the cache."""
 
+    number: int
+    """Counted by this life of the server."""
     why: str
     weights_version: str = ""
     """The new version of the weights, if they have changed."""
@@ -226,6 +228,12 @@ class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
     events: list[BlocksStored | BlocksRemoved | AllCleared]
 
 
+class ResetKept(InstanceMessage, frozen=True, kw_only=True):
+    """This reset, and those before it, outlive the instance: it need not be sent to another one."""
+
+    number: int
+
+
 class HealthChanged(InstanceMessage, frozen=True, kw_only=True):
     """What is lost or off in the instance's cache now, and why; empty if nothing is."""
 
@@ -263,6 +271,7 @@ FromInstance = (
     | Leaving
     | PairFailed
     | CacheChanged
+    | ResetKept
     | HealthChanged
     | AskAnswer
 )

@@ -66,6 +66,8 @@ class InstanceLink:
         """Called before `on_change` when the instance accepts requests."""
         self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = lambda *_: None
         """Called when the instance could not open a pair."""
+        self.on_reset_kept: Callable[[InstanceLink, int], None] = lambda *_: None
+        """Called with the number of the last reset that outlives the instance."""
         self._channel = channel
         self._on_change = on_change
         self._requests: dict[str, asyncio.Queue[Output | ms.SubmitRefused | InstanceLost]] = {}
@@ -251,10 +253,8 @@ class InstanceLink:
                 self._on_change(self)
             case ms.PairFailed():
                 self.on_pair_failed(self, message)
-            case ms.CacheChanged():
-                self._take_events(message)
-            case ms.HealthChanged():
-                self.reasons = message.reasons
+            case ms.CacheChanged() | ms.HealthChanged() | ms.ResetKept():
+                self._take_cache_news(message)
             case ms.AskAnswer():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
@@ -264,6 +264,15 @@ class InstanceLink:
         queue = self._requests.get(message.request if isinstance(message, Output) else message.id)
         if queue is not None:
             queue.put_nowait(message)
+
+    def _take_cache_news(self, message: ms.CacheChanged | ms.HealthChanged | ms.ResetKept) -> None:
+        match message:
+            case ms.CacheChanged():
+                self._take_events(message)
+            case ms.HealthChanged():
+                self.reasons = message.reasons
+            case ms.ResetKept():
+                self.on_reset_kept(self, message.number)
 
     def _take_events(self, message: ms.CacheChanged) -> None:
         if self.ready is None:

@@ -307,8 +307,8 @@ class Router:
         """Whether an instance with another version has to load weights."""
         self._roles: dict[str, RoleName] = {}
         """Roles that were changed, by the name of the instance, in any of its lives."""
-        self._reset_sent: dict[str, int] = {}
-        """The last reset that was sent to each instance, in any of its lives."""
+        self._reset_kept: dict[str, int] = {}
+        """The last reset that each instance has kept for its next life, in any of its lives."""
         self._choices = 0
         self._chosen: dict[InstanceLink, int] = {}
         """The number of the last choice of each instance."""
@@ -322,6 +322,7 @@ class Router:
         link.on_kv_events = self._note_events
         link.on_pair_failed = self.pairs.note_failure
         link.on_ready = self._welcome
+        link.on_reset_kept = self._note_reset_kept
 
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
@@ -498,14 +499,16 @@ class Router:
         known, version = self.weights_of(link), self._weights_version
         # Weights from a checkpoint are loaded, not only renamed.
         other = version if known != version and not self.loads_weights else ""
-        if other or self._reset_sent.get(link.name, 0) < self._resets:
-            self._reset(link, "it was away when the others were reset", other)
+        if other or self._reset_kept.get(link.name, 0) < self._resets:
+            self._reset(link, "it was away when the others were reset, or died too soon", other)
 
     def _reset(self, link: InstanceLink, why: str, weights_version: str) -> None:
-        self._reset_sent[link.name] = self._resets
-        link.send(ResetCache(why=why, weights_version=weights_version))
+        link.send(ResetCache(number=self._resets, why=why, weights_version=weights_version))
         if weights_version:
             self._change_weights(link, weights_version)
+
+    def _note_reset_kept(self, link: InstanceLink, number: int) -> None:
+        self._reset_kept[link.name] = number
 
     def _change_weights(self, link: InstanceLink, version: str) -> None:
         """An instance has other weights: pairs were opened for the old ones."""
