@@ -36,12 +36,17 @@ class ScriptedLink:
         self.ready = True
         self.alarm = None
         self.pages_asked = 0
+        self.pages_forgotten = 0
         self.finds: list[Sequence[Key]] = []
         self.results: list[StoreResult] = []
 
     def request_page(self, tier: int) -> None:
         assert tier == TIER
         self.pages_asked += 1
+
+    def forget_pages(self, tier: int) -> None:
+        assert tier == TIER
+        self.pages_forgotten += 1
 
     def find(self, tier: int, keys: Sequence[Key], *, first: int) -> int:
         assert tier == TIER
@@ -134,6 +139,21 @@ def test_a_tier_that_the_store_has_switched_off_is_off_with_its_reason() -> None
 
     assert off == TierOff(tier=TIER, fenced=False, why="full")
     assert scene.after(state()) == []
+    assert scene.after(page(last=True)) == [TierOn, Discovered]
+
+
+def test_a_page_that_comes_after_its_tier_went_off_does_not_switch_it_on() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(state(on=False))
+
+    late = scene.after(page(last=True))
+    still_off = not scene.tiers.is_on(TIER)
+    scene.after(state())
+
+    assert late == []
+    assert still_off
+    assert scene.link.pages_forgotten == 1, "the next page is the first"
     assert scene.after(page(last=True)) == [TierOn, Discovered]
 
 

@@ -410,13 +410,17 @@ class StoredTiers:
 
     def _page(self, page: Paged) -> Iterator[Event]:
         self._paging.discard(page.tier)
+        state = self.states.get(page.tier)
+        if state is None or not state.on or not self.link.is_up:
+            # It was asked for before the tier went off: once it is on again, all is listed anew.
+            self.link.forget_pages(page.tier)
+            return
         if not self._on[page.tier]:
             self._on[page.tier] = True
             yield TierOn(tier=page.tier, kept=True)
         if page.keys:
             yield Discovered(tier=page.tier, keys=page.keys, parents=page.parents)
-        state = self.states.get(page.tier)
-        recovering = state is not None and state.recovered < 1
+        recovering = state.recovered < 1
         # A store that is still reading its tables has more later: its next state brings us back.
         if page.tier in self._asked:
             return  # What it has is known by asking alone.

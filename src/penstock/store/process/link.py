@@ -352,13 +352,19 @@ class StoreLink:
             request = PageRequest(self._numbers[tier], self._cursors.get(tier), PAGE_KEYS_MAX)
             self._put(request, MESSAGE_HEAD_BYTES)
 
+    def forget_pages(self, tier: int) -> None:
+        """The next page is the first."""
+        self._cursors.pop(tier, None)
+        self._rests.pop(tier, None)
+        self._rests_wanted.discard(tier)
+
     def void(self, tier: int) -> None:
         """Begins a new generation of this engine's blocks in a tier, now or when it is back.
 
         It outlives this process once it was answered: see `resets`.
         """
         self.resets.ask(tier, self._hello.space)
-        self._forget_pages(tier)
+        self.forget_pages(tier)
         if self._session.is_connected:
             self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
 
@@ -478,7 +484,7 @@ class StoreLink:
         self._queue = []
         self._queue_bytes = 0
         for tier in self._indexes:
-            self._forget_pages(tier)
+            self.forget_pages(tier)
         for number, find in self._finds.items():
             self._results.append(FoundInStore(number, find.tier, [False] * find.keys))
         self._finds.clear()
@@ -571,7 +577,7 @@ class StoreLink:
         if isinstance(notice, GenerationNotice):
             self.resets.know(tier, self._hello.space, notice.generation)
         elif self.resets.take(tier, notice) and notice.space == self._hello.space:
-            self._forget_pages(tier)
+            self.forget_pages(tier)
             self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
             own = bool(notice.asked or notice.unkept)
             self._results.append(Voided(tier, notice.generation, own))
@@ -593,12 +599,6 @@ class StoreLink:
             self._rests[tier] = Page(
                 [rest.keys[at] for at in kept], [rest.parents[at] for at in kept], rest.cursor
             )
-
-    def _forget_pages(self, tier: int) -> None:
-        """The next page is the first."""
-        self._cursors.pop(tier, None)
-        self._rests.pop(tier, None)
-        self._rests_wanted.discard(tier)
 
     def _tier(self, number: int) -> int:
         if number >= len(self._indexes):
