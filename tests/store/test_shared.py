@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from lab.fixtures.shards import Shard
 from lab.fixtures.store_tier_suite import WAIT_S, wait_for_news
 from penstock.cache.operations import BlockFault
+from penstock.store.clients.blobs import BlobStoreError
 from penstock.store.shared.tier import SharedTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layout import Layout
@@ -20,10 +22,10 @@ from penstock.vocabulary.planes import DType
 from tests.store.shared_engines import SLOT_COUNT, SPACE, Engine, draw_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.store.base import TierState
-    from penstock.store.clients.blobs import BlobOutcome
+    from penstock.store.clients.blobs import BlobOutcome, BlobWrite
 
     OpenTier = Callable[[], SharedTier]
 
@@ -383,6 +385,52 @@ def test_a_store_that_is_away_switches_the_tier_off_and_costs_nothing_until_it_a
     assert answers == (0, state.why, state.why)
     assert before == after
     assert engine.load(keys)[0].faults == ()
+
+
+def test_a_probe_that_fails_after_a_save_has_switched_the_tier_on_does_not_switch_it_off_unsaid(
+    server: MemoryServer,
+) -> None:
+    class Halting(MemoryBlobs):
+        """Its writes, and the first read of a record while the tier is off, wait for the test."""
+
+        def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
+            writing.set()
+            assert answer_write.wait(WAIT_S)
+            return super().write(writes, timeout_s=timeout_s)
+
+        def get(self, name: str, *, timeout_s: float) -> bytes | None:
+            if tier.off and not answer_probe.is_set():
+                probing.set()
+                assert answer_probe.wait(WAIT_S)
+                raise BlobStoreError("no answer in time")
+            on_at_turns.append(not tier.off)
+            if answer_probe.is_set():
+                asked_again.set()
+            return super().get(name, timeout_s=timeout_s)
+
+    writing, answer_write = threading.Event(), threading.Event()
+    probing, answer_probe, asked_again = threading.Event(), threading.Event(), threading.Event()
+    on_at_turns: list[bool] = []
+    tier = SharedTier(Halting(server), ask_s=WAIT_S, poll_s=0.05, retry_s=0.05)
+    try:
+        engine = Engine(tier, split(1))
+        with ThreadPoolExecutor(1) as saving:
+            saved = saving.submit(engine.save, draw_chain(1, 1))
+            assert writing.wait(WAIT_S)
+            server.away = True
+            assert probing.wait(WAIT_S)
+            server.away = False
+            answer_write.set()
+            saved.result(WAIT_S)
+            _state_until(tier, on=True)
+            answer_probe.set()
+            assert asked_again.wait(WAIT_S)
+    finally:
+        answer_write.set()
+        answer_probe.set()
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert all(on_at_turns)
 
 
 def test_a_question_that_takes_too_long_is_answered_with_nothing(server: MemoryServer) -> None:

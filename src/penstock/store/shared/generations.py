@@ -251,8 +251,11 @@ class SharedKeeper:
                 self._blobs.get(generation_name(bytes(DIGEST_BYTES)), timeout_s=tier.timeout_s)
         except BlobStoreError as error:
             with tier.lock:
-                tier.off = str(error)
-                tier.put_off_retry()
+                if tier.off:
+                    tier.off = str(error)
+                    tier.put_off_retry()
+                else:  # A call of earlier has come back meanwhile, and has switched it on.
+                    tier.fail(error)
         else:
             with tier.lock:
                 tier.succeed()
