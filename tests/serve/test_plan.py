@@ -159,6 +159,13 @@ def test_a_key_is_given_in_one_way(wishes: dict[str, str], says: str) -> None:
         settle(None, ServeOptions(**wishes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("option", ["model", "disk", "keys_file", "router", "handoff_host"])
+def test_an_option_that_an_unset_variable_left_empty_is_refused(option: str) -> None:
+    name = f"--{option.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{name}: is empty, must be left out or have a value"):
+        settle(None, ServeOptions(disk_gib=1, **{option: ""}))  # type: ignore[arg-type]
+
+
 def test_an_option_for_the_key_takes_the_place_of_either_in_the_file(model_folder: Path) -> None:
     text = FILE.format(folder=model_folder)
     file = replace(parse_config(text), serve=ServeTable(api_key="of-the-file"))

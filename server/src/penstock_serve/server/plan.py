@@ -92,6 +92,10 @@ class ServeOptions:
     keys_file: str | None = None
 
 
+PLACES = ("model", "disk", "keys_file", "router", "handoff_host")
+"""Options that an unset variable of a shell leaves empty: for `--disk` the working folder."""
+
+
 def settle(config: Config | None, options: ServeOptions) -> Config:
     """The complete configuration: the file's settings, overridden by the command line.
 
@@ -99,6 +103,7 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
     not installed.
     """
     roles = _roles_of(config, options)
+    _require_values(options)
     engine = _changed((config and config.engine) or EngineTable(), options, roles)
     more = {**_key_of(options), **roles}
     serve = _changed((config and config.serve) or ServeTable(), options, more)
@@ -268,6 +273,13 @@ def _sized(config: Config, options: ServeOptions) -> Config:
     if options.disk is not None or options.disk_gib is not None:
         cache, kinds = _with_disk(cache, kinds, options)
     return replace(config, cache=cache, tier_kinds=kinds)
+
+
+def _require_values(options: ServeOptions) -> None:
+    for name in PLACES:
+        if getattr(options, name) == "":
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(option, "is empty, must be left out or have a value")
 
 
 def _with_disk(
