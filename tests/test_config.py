@@ -382,6 +382,13 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_config(path)
 
 
+def test_a_file_may_begin_with_the_mark_that_some_editors_write(tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_text('version = 1\nmodel.name = "m"\ncache.blocks = 8\n', encoding="utf-8-sig")
+
+    assert load_config(path).model.name == "m"
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bytes.toml"
     path.write_bytes(b"\xff\xfe")

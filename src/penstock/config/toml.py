@@ -156,7 +156,7 @@ def _read_file(path: str | Path) -> str:
             "path", f"is {reprlib.repr(path)}, must be the path of a TOML file, a str or a Path"
         )
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
