@@ -16,7 +16,7 @@ from lab.fixtures.store_tier_suite import LAYOUTS, SPACE, WAIT_S, StoreRig
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.disk.format import PAGE_BYTES, ROW, Geometry, sound_rows
-from penstock.store.disk.io import AlignedMemory, DiskCalls
+from penstock.store.disk.io import AlignedMemory, DiskCalls, open_within
 from penstock.store.disk.tier import DiskTier
 
 if TYPE_CHECKING:
@@ -362,3 +362,43 @@ def test_a_reset_that_cannot_be_written_is_not_forgotten(
     assert again.rig.generation(SPACE.name) > before
     assert again.rig.find(saved.keys) == [False] * 4
     assert dies or again.rig.generation(SPACE.name) == begun
+
+
+def test_blocks_that_are_listed_while_a_segment_is_begun_do_not_take_it_for_removed(
+    begin: Callable[..., Steps],
+) -> None:
+    listed = []
+
+    def open_listing(name: str, flags: int, mode: int, folder: int) -> int:
+        if flags & os.O_CREAT and name.endswith(".segment"):
+            listed.append(steps.tier.page(SPACE, steps.rig.arena.part, None, 10))
+        return open_within(name, flags, mode, folder)
+
+    steps = begin(calls=DiskCalls(open=open_listing))
+    saved = steps.rig.fill(3)
+
+    assert steps.save(saved).faults == ()
+    assert [page.keys for page in listed] == [[]]
+    assert steps.load(saved.keys, range(3)).faults == ()
+
+
+def test_a_segment_that_somebody_removes_while_it_is_begun_switches_the_tier_off_for_a_while(
+    begin: Callable[..., Steps],
+) -> None:
+    left = [1]
+
+    def sync(_fd: int) -> None:
+        if left and left.pop():
+            [path] = steps.tier.folder.path.glob("*.segment")
+            path.unlink()
+            steps.tier.pool.forget_if_removed(steps.tier.pool.segments[0])
+
+    steps = begin(calls=DiskCalls(sync=sync))
+    saved = steps.rig.fill(3)
+
+    assert "no segment can be begun" in steps.save(saved).failure
+    assert not steps.tier.state().on
+    steps.now += 60
+    steps.settle()
+    assert steps.tier.state().on
+    assert steps.save(saved).faults == ()

@@ -261,6 +261,8 @@ class SegmentPool:
                     raise
                 return self._open_segment(kind, form)
         with self._lock:
+            if self.segments.get(segment.number) is not segment:
+                raise OSError(errno.ESTALE, "somebody else removed it")
             self._open[kind] = segment
             self._cool()
         return segment
@@ -567,7 +569,12 @@ class SegmentPool:
             mine = [
                 each
                 for each in self.segments.values()
-                if each.part == part and each.age <= age_max and each.life and not each.foreign
+                if each.part == part
+                and each.age <= age_max
+                and each.life
+                and not each.foreign
+                # One that was begun just now may have no file yet, which is no sign of anything.
+                and (each.live or not each.known)
             ]
         mine.sort(key=lambda each: -each.age)
         for tables, segment in enumerate(mine):
