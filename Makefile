@@ -28,6 +28,8 @@ BIN := $(VENV)/bin
 PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
+SGLANG := .venv-sglang
+SGLANG_READY := $(SGLANG)/.ready
 DYNAMO := .venv-dynamo/.ready
 LLAMA := .venv-llama/.ready
 
@@ -36,7 +38,7 @@ LLAMA := .venv-llama/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-vllm-newest test-vllm-gpu check bench bench-interference \
+.PHONY: help demo test test-long test-vllm test-vllm-newest test-vllm-gpu test-sglang check bench bench-interference \
     bench-vllm sim explore gpu docs dist clean ip browser redis promtool
 
 help: ## list these targets
@@ -47,10 +49,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
 test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm and not sglang"
 
 test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) $(DYNAMO) $(LLAMA) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm and not sglang"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 	@[ ! -s $(LLAMA) ] || $(dir $(LLAMA))bin/python -m pytest -m long tests/connectors/llama_cpp
 
@@ -67,6 +69,9 @@ test-vllm-gpu: ## run tests of it on a GPU, with PYTHON and its vLLM as they are
 	    PYTHONPATH="src:server/src:.$${PYTHONPATH:+:$$PYTHONPATH}" \
 	    $(PYTHON) -m pytest -m "vllm and not long" \
 	    $(addprefix tests/vllm/test_,$(addsuffix .py,layerwise requests kinds disk pressure failing_loads shared windows))
+
+test-sglang: $(SGLANG_READY) ## run Penstock inside SGLang, in an environment of its own
+	@$(SGLANG)/bin/python -m pytest -m "sglang and not long" tests/sglang
 
 check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/ruff check .
@@ -107,7 +112,7 @@ gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothi
 	@PYTHON="$(PYTHON)" .ci/gpu
 
 clean: ## remove .venv and those beside it, build results and caches
-	rm -rf $(VENV) $(VLLM) $(dir $(DYNAMO) $(LLAMA)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(dir $(DYNAMO) $(LLAMA)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src server lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or
@@ -196,6 +201,11 @@ $(MOONCAKE): $(READY)
 $(VLLM_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-environment
 	@echo "Setting up $(VLLM) (once; takes a few minutes)"
 	@PYTHON="$(PYTHON)" .ci/vllm-environment $(VLLM)
+	@touch $@
+
+$(SGLANG_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-environment .ci/sglang-environment
+	@echo "Setting up $(SGLANG) (once; takes a few minutes)"
+	@PYTHON="$(PYTHON)" .ci/sglang-environment $(SGLANG)
 	@touch $@
 
 # NVIDIA's router, which listens to vLLM's KV events: in an environment of its own, as it wants an

@@ -1,0 +1,106 @@
+"""One SGLang engine in processes of its own: runs a list of acts and prints the result of each.
+
+    python engine_run.py MODEL SCRIPT
+
+`SCRIPT` is a file with a JSON object: how the engine is set up, and what it does then, one act
+after the other. Each act prints a line of JSON. `conftest.py` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import sglang
+
+VOCABULARY = 2048
+"""Of the model that `tiny_llama.py` makes."""
+PAGE = 16
+
+
+def main(model: str, script: dict[str, Any]) -> None:
+    """Starts an engine and runs the acts of a script."""
+    engine = open_engine(model, script)
+    for act in script["acts"]:
+        result = ACTS[act.get("do", "generate")](engine, act)
+        sys.stdout.write(f"ACT {json.dumps(result)}\n")
+        sys.stdout.flush()
+    engine.shutdown()
+
+
+def open_engine(model: str, script: dict[str, Any]) -> Any:
+    """An engine on the CPU, with SGLang's own attention in PyTorch."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "0")
+    return sglang.Engine(
+        model_path=model,
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        disable_overlap_schedule=True,
+        disable_cuda_graph=True,
+        page_size=script.get("page", PAGE),
+        max_total_tokens=script.get("pool", 4096),
+        max_running_requests=script.get("running", 8),
+        random_seed=0,
+        log_level="info",
+        **script.get("options", {}),
+    )
+
+
+def drawn(draw: random.Random, count: int) -> list[int]:
+    """Token ids that mean nothing."""
+    return [draw.randrange(10, VOCABULARY) for _ in range(count)]
+
+
+def prompts_of(act: dict[str, Any]) -> list[list[int]]:
+    """Prompts of `lengths`, after a common beginning of `shared` tokens."""
+    draw = random.Random(act.get("seed", 3))
+    beginning = drawn(draw, act.get("shared", 0))
+    return [beginning + drawn(draw, count) for count in act["lengths"]]
+
+
+def generate(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """Generates for all prompts at once, or `alone`: one after the other.
+
+    `forget` makes SGLang forget its own cache first, and all that lies below it.
+    """
+    prompts = prompts_of(act)
+    together = [[prompt] for prompt in prompts] if act.get("alone") else [prompts]
+    rows = [
+        row_of(out)
+        for some in together
+        for out in engine.generate(
+            input_ids=some,
+            sampling_params={
+                "temperature": 0.0,
+                "max_new_tokens": act.get("max_tokens", 12),
+                "ignore_eos": True,
+            },
+            return_logprob=True,
+        )
+    ]
+    return {"rows": rows}
+
+
+def row_of(out: dict[str, Any]) -> dict[str, Any]:
+    """What an engine answered to one prompt."""
+    about = out["meta_info"]
+    return {
+        "tokens": list(out["output_ids"]),
+        "logprobs": [step[0] for step in about["output_token_logprobs"]],
+        "cached": about["cached_tokens"],
+        "where": about.get("cached_tokens_details"),
+        "ended": about["finish_reason"],
+    }
+
+
+ACTS = {each.__name__: each for each in (generate,)}
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
