@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
+
+if TYPE_CHECKING:
+    from processes import ForkServer
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "vllm"
 """The tests of vLLM have the small model, and run engines in processes that end."""
 sys.path.append(str(SHARED))
 
-QUIET = {"HF_HUB_OFFLINE": "1"}
+QUIET = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "0"}
 Results: TypeAlias = list[dict[str, Any]]
 Run: TypeAlias = Callable[..., tuple[Results, str]]
 
@@ -32,16 +36,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs an engine through a list of acts: the result of each, and all that was printed."""
-    from processes import run_to_the_end  # noqa: PLC0415 - from the folder of vLLM's tests
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Has imported SGLang, when it is first needed, for all engines of the session."""
+    from processes import ForkServer  # noqa: PLC0415 - from the folder of vLLM's tests
+
+    server = ForkServer(
+        tmp_path_factory.mktemp("forked"),
+        {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join([str(HERE), str(SHARED)])},
+        HERE / "fork_server.py",
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def run(model: Path, fork_server: ForkServer) -> Run:
+    """Runs an engine through a list of acts: the result of each, and all that was printed.
+
+    With `dies`, the last act kills the engine.
+    """
 
     def run_engine(acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
-        given = tmp_path_factory.mktemp("script") / "script.json"
-        given.write_text(json.dumps({"acts": acts, **script}))
-        command = [sys.executable, str(HERE / "engine_run.py"), str(model), str(given)]
-        status, printed = run_to_the_end(command, {**os.environ, **QUIET})
-        assert status == 0, printed[-6000:]
+        expected = -signal.SIGKILL if script.pop("dies", False) else 0
+        arguments = [str(model), {"acts": acts, **script}]
+        environment = {**os.environ, **QUIET, "PYTHONPATH": str(HERE)}
+        status, printed = fork_server.run("run_engine", arguments, environment)
+        assert status == expected, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 

@@ -1,18 +1,14 @@
 """One SGLang engine in processes of its own: runs a list of acts and prints the result of each.
 
-    python engine_run.py MODEL SCRIPT
-
-`SCRIPT` is a file with a JSON object: how the engine is set up, and what it does then, one act
-after the other. Each act prints a line of JSON. `conftest.py` calls it.
+`main` gets the folder of a model and a script: how the engine is set up, and what it does then, one
+act after the other. Each act prints a line of JSON. `fork_server.py` calls it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 import sglang
@@ -20,6 +16,25 @@ import sglang
 VOCABULARY = 2048
 """Of the model that `tiny_llama.py` makes."""
 PAGE = 16
+# How quick this model is must not decide which hits are loaded.
+CONFIG = """
+version = 1
+model.name = "tiny"
+cache.load_tokens_min = 1
+{below}
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = {host_blocks}
+"""
+DISK = """
+[[tiers]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+gib = 0.25
+write = "write_through"
+"""
 
 
 def main(model: str, script: dict[str, Any]) -> None:
@@ -32,9 +47,32 @@ def main(model: str, script: dict[str, Any]) -> None:
     engine.shutdown()
 
 
+def config_of(script: dict[str, Any]) -> str:
+    """The configuration, as a text: `host` blocks, and a `disk` if the script names a folder."""
+    disk = script.get("disk")
+    below = f'model.weights_version = "{script.get("weights", "v1")}"' if disk else ""
+    text = CONFIG.format(host_blocks=script.get("host", 512), below=below)
+    return text + (DISK.format(path=disk) if disk else "")
+
+
+def linked(script: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's options for a linker."""
+    if not script.get("linker"):
+        return {}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        # SGLang's Python interface wants an object; its command line wants JSON.
+        "unified_cache_external_linker_config": {
+            "linker": "PenstockLinker",
+            "linker_module_path": "penstock.connectors.sglang",
+            "linker_extra_config": {"config": config_of(script), **script.get("extra", {})},
+        },
+    }
+
+
 def open_engine(model: str, script: dict[str, Any]) -> Any:
     """An engine on the CPU, with SGLang's own attention in PyTorch."""
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "0")
     return sglang.Engine(
         model_path=model,
         skip_tokenizer_init=True,
@@ -49,6 +87,7 @@ def open_engine(model: str, script: dict[str, Any]) -> Any:
         max_running_requests=script.get("running", 8),
         random_seed=0,
         log_level="info",
+        **linked(script),
         **script.get("options", {}),
     )
 
@@ -101,6 +140,3 @@ def row_of(out: dict[str, Any]) -> dict[str, Any]:
 
 
 ACTS = {each.__name__: each for each in (generate,)}
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

@@ -7,19 +7,14 @@ start of an engine costs. Here they are forks of a process that has imported it.
 processes by `fork` on GPUs and by `spawn` on the CPU; here by `fork`. `test_page.py` and
 `test_serving.py` start vLLM as a user does.
 
-The server reads one job a line from its input, as JSON, and answers with two lines: the process id
-of the fork, then its exit status. A job names a function of this file, its arguments, its
-environment, and the file that gets its output. The one rule: the server itself starts no thread
-and computes nothing, because neither survives a fork.
+What it reads and answers, and its one rule, are in `fork_loop.py`.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ vllm.utils.system_utils.get_mp_context = lambda: multiprocessing.get_context("fo
 
 import compressed_tensors  # noqa: E402, F401
 import engine_run  # noqa: E402
+import fork_loop  # noqa: E402
 import pair_run  # noqa: E402
 import tiny_models  # noqa: E402
 import vllm.model_executor.models.deepseek_v2  # noqa: E402
@@ -81,37 +77,5 @@ def run_pair(model: str, script: dict[str, Any]) -> None:
 JOBS = {each.__name__: each for each in (make_model, run_engine, run_pair)}
 
 
-def take_job(line: str) -> None:
-    """In the fork: has the session, the environment and the output of a process of its own."""
-    job = json.loads(line)
-    os.setsid()
-    output = os.open(job["output"], os.O_WRONLY | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.environ.clear()
-    os.environ.update(job["environment"])
-    # What `PYTHONPATH` would have done; vLLM looks for plugins there.
-    paths = [each for each in job["environment"]["PYTHONPATH"].split(os.pathsep) if each]
-    sys.path[:0] = [each for each in paths if each not in sys.path]
-    JOBS[job["call"]](*job["arguments"])
-
-
-def main() -> None:
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1 or ON_GPU, f"{threads} threads after the imports: forks would miss them"
-    while line := sys.stdin.readline():
-        pid = os.fork()
-        if not pid:
-            # It leaves the loop, so that it ends as any process does.
-            take_job(line)
-            return
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-        _, status = os.waitpid(pid, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    fork_loop.serve(JOBS, threads_allowed=ON_GPU)

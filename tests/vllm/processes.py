@@ -16,6 +16,7 @@ from typing import Any
 
 ENGINE_S = 480
 """An engine that is not done by then hangs."""
+SCRIPT = Path(__file__).with_name("fork_server.py")
 END_S = 120
 """What an engine has started and has not ended by then stays."""
 
@@ -41,18 +42,19 @@ def run_to_the_end(command: list[str], environment: dict[str, str]) -> tuple[int
 
 
 class ForkServer:
-    """Runs jobs in forks of a process that has imported vLLM, see `fork_server.py`."""
+    """Runs jobs in forks of a process that has imported an engine, see `fork_server.py`."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], script: Path = SCRIPT) -> None:
         """Starts the server.
 
         Args:
             folder: For what jobs print.
             environment: That of the server; its forks get their own.
+            script: The server.
         """
         self._output = folder / "printed"
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, str(script)],
             env={
                 **environment,
                 "LD_PRELOAD": _preloaded(),

@@ -1,9 +1,12 @@
 """From an engine's request to the keys of its blocks, and KV events with the engine's own hashes.
 
-The attribute names of a request are vLLM's; another engine's connector wraps its requests. The
-engine's own block hashes are not used: some of vLLM's hash functions are seeded at random in every
-process, and none covers weights or dtype. A key here is made from the request's tokens, its
-adapter, its salt and its media, each in a field of its own.
+The attribute names of a request are vLLM's; another engine's connector wraps its requests. Where an
+engine hands over requests, its own block hashes are not used: some of vLLM's hash functions are
+seeded at random in every process, and none covers weights or dtype. A key here is made from the
+request's tokens, its adapter, its salt and its media, each in a field of its own.
+
+An engine that hands over nothing but hashes (SGLang) must hash tokens, adapter and salt with a
+cryptographic hash. `PageKeys` adds what such a hash does not name: model, weights, dtype, rank.
 
 The one rule: a token that is not known yet is not hashed. Under asynchronous scheduling an engine
 counts tokens as computed before it knows them.
@@ -32,7 +35,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.cache.tier import ANY_TENANT
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 from penstock.vocabulary.hints import HINT_FIELDS, NO_HINTS, RetentionHints, read_hints
-from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
+from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, KEY_BYTES, Item, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +56,8 @@ SWITCHES = ("load", "save")
 """The keys of its value, where that is not just true or false; hints are others."""
 HANDOFF_KEYS = ("handoff", "address")
 """Further keys of it: which prompt of which engine, where prompts are handed over."""
+PAGES_DOMAIN = b"penstock.pages.v1"
+"""Opens what is hashed for a key that is made from an engine's hash."""
 SHOWN_CHARACTERS = 60
 """How much of a client's value a log line shows."""
 
@@ -240,6 +245,33 @@ class KeyChains:
         if self._files is not None:
             name = f"{self._files.version(adapter.lora_path)}:{name}"
         return _named("lora", name)
+
+
+class PageKeys:
+    """Keys of blocks that an engine names by hashes of all tokens up to their end."""
+
+    def __init__(self, config: Config, *, part: str = "", since: str = "") -> None:
+        """Keys for one model.
+
+        Args:
+            config: It names the model, its weights and its dtype.
+            part: What else they depend on, such as the rank.
+            since: Set where weights may have changed: what was saved before is not found again.
+        """
+        model = config.model
+        if since:
+            model = replace(model, weights_version=f"unknown since {since}")
+        namespace = replace(config, model=model).namespace(kv_group=part)
+        self._start = hashlib.sha256(frame(PAGES_DOMAIN) + frame(namespace.encode()))
+
+    def of(self, hashes: Iterable[str]) -> list[Key]:
+        """The keys of the blocks with these hashes, which are hexadecimal digests."""
+        keys = []
+        for each in hashes:
+            named = self._start.copy()
+            named.update(bytes.fromhex(each))
+            keys.append(named.digest()[:KEY_BYTES])
+        return keys
 
 
 class AdapterFiles:

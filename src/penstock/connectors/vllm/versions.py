@@ -35,7 +35,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import HandoffTable, load_config, parse_config
+from penstock.config import HandoffTable
+from penstock.connectors.base.settings import (
+    is_version,
+    name_versions,
+    read_config,
+    read_flag,
+    require_known,
+)
 from penstock.errors import ConfigError, UnavailableError
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 
@@ -86,21 +93,19 @@ def read_settings(
     """
     if role not in ROLES:
         raise ConfigError("kv_role", f"is {role!r}, must be one of {', '.join(ROLES)}")
-    for key in extra:
-        if key not in KNOWN:
-            raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
-    if failure_policy != RECOMPUTE and not _flag(extra, "allow_fail"):
+    require_known(extra, KNOWN, WHERE)
+    if failure_policy != RECOMPUTE and not read_flag(extra, "allow_fail", WHERE):
         raise ConfigError(
             "kv_load_failure_policy",
             f"is {failure_policy!r}, with which a block that fails its checksum fails its "
             f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
         )
     asks_any_version(extra)
-    both = _flag(extra, "handoff") and role == ROLE
-    config = _config(extra)
+    both = read_flag(extra, "handoff", WHERE) and role == ROLE
+    config = read_config(extra, WHERE)
     return ConnectorSettings(
         config=config,
-        layerwise=_flag(extra, "layerwise"),
+        layerwise=read_flag(extra, "layerwise", WHERE),
         prefills=both or role == PRODUCER,
         decodes=both or role == CONSUMER,
         handoff=HandoffSettings.of_table(
@@ -114,27 +119,7 @@ def asks_any_version(extra: Mapping[str, object]) -> bool:
 
     Raises `ConfigError`: it is neither true nor false.
     """
-    return _flag(extra, "any_version")
-
-
-def _config(extra: Mapping[str, object]) -> Config:
-    given = extra.get("config")
-    if not isinstance(given, str) or not given.strip():
-        raise ConfigError(
-            f"{WHERE}.config",
-            f"is {given!r}, must be the path of a Penstock configuration file, or its content",
-        )
-    # A configuration has a version and tiers, so at least two lines; a path may have a "=" in it.
-    if "\n" in given:
-        return parse_config(given, source=f"{WHERE}.config")
-    return load_config(given)
-
-
-def _flag(extra: Mapping[str, object], name: str) -> bool:
-    given = extra.get(name, False)
-    if not isinstance(given, bool):
-        raise ConfigError(f"{WHERE}.{name}", f"is {given!r}, must be true or false")
-    return given
+    return read_flag(extra, "any_version", WHERE)
 
 
 # vLLM has no types that mypy could see from here.
@@ -177,13 +162,12 @@ def which() -> str:
 
 def tested_versions() -> str:
     """Those that were tested, for messages."""
-    return " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    return name_versions(TESTED)
 
 
 def is_tested(version: str) -> bool:
     """Whether a version of vLLM is one of those that were tested."""
-    found = version.partition("+")[0].split(".")[:2]
-    return found in [[str(part) for part in tested] for tested in TESTED]
+    return is_version(version, TESTED)
 
 
 def found_version() -> str:

@@ -1,0 +1,120 @@
+"""SGLang's options and device pools, as far as the tiers below them must know them.
+
+| SGLang keeps                                     | layout here                             |
+|--------------------------------------------------|-----------------------------------------|
+| `k_buffer` and `v_buffer`, [token, head, number] | a plane K and a plane V of each layer   |
+| `kv_buffer`, [token, 1, number]                  | a latent plane of each layer            |
+
+A page is a block: its tokens follow each other in every buffer. The one rule: a pool or an option
+that is not in these tables is refused with a reason, and SGLang then runs without Penstock.
+"""
+
+# SGLang has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.connectors.base.engine import LayerGroup, ServedEngine
+from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
+from penstock.vocabulary.layout import GroupKind, HeadRange
+from penstock.vocabulary.planes import Axis, PlaneRole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+HEADS = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
+LATENT = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
+POOLS = {"MHATokenToKVPool": GroupKind.ATTENTION, "MLATokenToKVPool": GroupKind.LATENT}
+"""SGLang's classes of pools whose numbers mean the same wherever they lie. Exactly these: a
+subclass keeps something else."""
+DTYPES = ("float32", "float16", "bfloat16")
+"""Numbers without scales beside them."""
+PAGE_TOKENS_MIN = 16
+"""A smaller page is not worth what it costs to be named, found and verified."""
+
+
+def why_not(server_args: Any, params: Any, components: Iterable[Any], pool: Any) -> str:
+    """Why SGLang must run without Penstock here; empty if it need not."""
+    kinds = sorted(getattr(each, "name", str(each)) for each in components)
+    kind = type(pool).__name__
+    reasons = {
+        f"the model keeps {' and '.join(kinds)} states, must be FULL alone": kinds != ["FULL"],
+        f"the device pool is a {kind}, must be a {' or a '.join(POOLS)}": kind not in POOLS,
+        f"the KV is {_name(pool.dtype)}, must be {', '.join(DTYPES)}: others have scales beside "
+        "them": _name(pool.dtype) not in DTYPES or pool.store_dtype != pool.dtype,
+        f"KV lies in layout {getattr(pool, 'kv_cache_layout', 'nhd')!r}, must be 'nhd'": (
+            getattr(pool, "kv_cache_layout", "nhd") != "nhd"
+        ),
+        f"--page-size is {params.page_size}, must be at least {PAGE_TOKENS_MIN}: --page-size 64": (
+            params.page_size < PAGE_TOKENS_MIN
+        ),
+        "pipeline parallelism is not supported": params.pp_size > 1,
+        "context parallelism is not supported": params.attn_cp_size > 1,
+        "attention by data parallelism is not supported": server_args.enable_dp_attention,
+        "drafts are not supported: their KV lies in another pool": bool(
+            server_args.speculative_algorithm
+        ),
+        "unified memory is not supported: pages move": server_args.enable_unified_memory,
+        "handing prompts over is not supported": server_args.disaggregation_mode != "null",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def engine_of(pool: Any, page_tokens: int) -> ServedEngine:
+    """One rank of the engine, which knows no others."""
+    group = LayerGroup(kind=_kind(pool), layer_names=(), block_tokens=page_tokens)
+    return ServedEngine(
+        name="sglang",
+        groups=(group,),
+        block_count=_first(pool).shape[0] // page_tokens,
+        rank_count=1,
+        kv_dtype=_name(pool.dtype),
+    )
+
+
+def tier_of(pool: Any, page_tokens: int) -> TensorTier:
+    """The device pool as a tier of pages."""
+    if _kind(pool) is GroupKind.LATENT:
+        planes = [
+            [Held.of(PlaneRole.LATENT, _pages(each, page_tokens)[:, :, 0], LATENT)]
+            for each in pool.kv_buffer
+        ]
+        heads = None
+    else:
+        planes = [
+            [
+                Held.of(PlaneRole.K, _pages(key, page_tokens), HEADS),
+                Held.of(PlaneRole.V, _pages(value, page_tokens), HEADS),
+            ]
+            for key, value in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+        # Those of this rank: keys name the rank, where there are several.
+        heads = HeadRange.all_of(_first(pool).shape[1])
+    layers = [TensorLayer(number=at, planes=each) for at, each in enumerate(planes)]
+    return TensorTier.of(
+        [TensorGroup(kind=_kind(pool), layers=layers, heads=heads)], block_tokens=page_tokens
+    )
+
+
+def _pages(tensor: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """A buffer with a page along its first axis; what is left of it is no page."""
+    count = tensor.shape[0] // page_tokens
+    return tensor[: count * page_tokens].unflatten(0, (count, page_tokens))
+
+
+def _kind(pool: Any) -> GroupKind:
+    return POOLS[type(pool).__name__]
+
+
+def _first(pool: Any) -> torch.Tensor:
+    buffers = pool.kv_buffer if _kind(pool) is GroupKind.LATENT else pool.k_buffer
+    found: torch.Tensor = buffers[0]
+    return found
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

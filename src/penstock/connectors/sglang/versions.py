@@ -1,0 +1,121 @@
+"""Which SGLang is installed, which linker it gets, and the linker's settings.
+
+| key in `linker_extra_config` | means                                                            |
+|------------------------------|------------------------------------------------------------------|
+| `config`                     | the path of a Penstock configuration file, or its content        |
+| `any_version`                | true: run with a version of SGLang that this was not tested with |
+
+| SGLang                         | gets                                              |
+|--------------------------------|---------------------------------------------------|
+| one that was tested            | the linker, `linker`                              |
+| another one                    | one that is off, `untested`                       |
+| another one, and `any_version` | the linker, if SGLang has what it needs           |
+
+SGLang before 0.5.23 has no linkers from outside: it refuses its own flags.
+
+The one rule: names that only tested versions are known to have are imported after the version was
+compared. A name that another version lacks must not keep SGLang from starting.
+"""
+
+# SGLang has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from penstock.connectors.base.settings import (
+    is_version,
+    name_versions,
+    read_config,
+    read_flag,
+    require_known,
+)
+from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.config import Config
+
+TESTED = ((0, 5, 23),)
+"""The version of `make test-sglang`."""
+HERE = "penstock.connectors.sglang"
+WHERE = "linker_extra_config"
+KNOWN = ("config", "any_version")
+
+log = logging.getLogger("penstock.sglang")
+
+
+def read_settings(extra: Mapping[str, object]) -> Config:
+    """The configuration that SGLang was given for this linker.
+
+    Raises `ConfigError`: a key is unknown or missing, or the configuration is wrong.
+    """
+    require_known(extra, KNOWN, WHERE)
+    asks_any_version(extra)
+    return read_config(extra, WHERE)
+
+
+def asks_any_version(extra: Mapping[str, object]) -> bool:
+    """Whether the linker is to run in an SGLang that it was not tested with.
+
+    Raises `ConfigError`: it is neither true nor false.
+    """
+    return read_flag(extra, "any_version", WHERE)
+
+
+def linker_class() -> Any:
+    """The class for the SGLang that is installed.
+
+    Raises `UnavailableError`: this SGLang lacks what any linker needs.
+    """
+    if is_version(found_version(), TESTED):
+        return linker_itself()
+    return _from_sglang("untested").DisabledLinker
+
+
+def linker_itself() -> Any:
+    """The class for tested versions, whatever version this is.
+
+    Raises `UnavailableError`: this SGLang lacks what the linker imports, or wants more of it.
+    """
+    found = _from_sglang("linker").PenstockLinker
+    if found.__abstractmethods__:
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise UnavailableError(_cannot_run(f"it has no method {missing}"))
+    return found
+
+
+def which() -> str:
+    """Which SGLang this is, and which ones were tested."""
+    tested = name_versions(TESTED)
+    return f"this is SGLang {found_version()}, the linker is tested with {tested}"
+
+
+def found_version() -> str:
+    """The version of SGLang that is installed."""
+    # Imported late: the rest of this package works without SGLang.
+    from sglang.version import __version__  # noqa: PLC0415
+
+    return str(__version__)
+
+
+def log_off(why: str) -> None:
+    """Logs that SGLang runs without Penstock."""
+    log.warning("Penstock is off, SGLang runs without it: %s", why)
+
+
+def _from_sglang(name: str) -> Any:
+    try:
+        return import_module(f"{HERE}.{name}")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "sglang":
+            raise
+        raise UnavailableError(_cannot_run(str(error))) from error
+
+
+def _cannot_run(why: str) -> str:
+    return f"{which()}, and cannot run in this one: {why}"
