@@ -11,6 +11,7 @@ FOLDER = Path(penstock.connectors.__file__).parent
 TESTED_VERSION = {"vllm/adapter", "vllm/translation"}
 OTHER_VERSIONS = {"vllm/versions", "vllm/untested"}
 """These run in versions of vLLM of which nothing is known."""
+SGLANG = {"sglang/linker", "sglang/waiting", "sglang/versions", "sglang/untested"}
 
 
 def parsed() -> dict[str, ast.Module]:
@@ -43,6 +44,12 @@ def test_four_modules_import_vllm_two_of_them_what_the_tested_version_has() -> N
     knowing = {name for name, module in parsed().items() if "vllm" in imported(module)}
 
     assert knowing == TESTED_VERSION | OTHER_VERSIONS
+
+
+def test_four_modules_import_sglang_and_what_it_keeps_is_described_without_it() -> None:
+    knowing = {name for name, module in parsed().items() if "sglang" in imported(module)}
+
+    assert knowing == SGLANG
 
 
 def test_nothing_is_guessed_by_asking_whether_it_is_there() -> None:

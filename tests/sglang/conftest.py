@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "vllm"
 """The tests of vLLM have the small model, and run engines in processes that end."""
-sys.path.append(str(SHARED))
+sys.path += [str(HERE), str(SHARED)]
 
 QUIET = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "0"}
 Results: TypeAlias = list[dict[str, Any]]
@@ -50,7 +50,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 
 @pytest.fixture(scope="session")
-def run(model: Path, fork_server: ForkServer) -> Run:
+def run(model: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs an engine through a list of acts: the result of each, and all that was printed.
 
     With `dies`, the last act kills the engine.
@@ -59,7 +59,14 @@ def run(model: Path, fork_server: ForkServer) -> Run:
     def run_engine(acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         expected = -signal.SIGKILL if script.pop("dies", False) else 0
         arguments = [str(model), {"acts": acts, **script}]
-        environment = {**os.environ, **QUIET, "PYTHONPATH": str(HERE)}
+        folder = tmp_path_factory.mktemp("watched")
+        environment = {
+            **os.environ,
+            **QUIET,
+            "PYTHONPATH": str(HERE),
+            "PENSTOCK_TAMPER": str(folder / "word"),
+            "PENSTOCK_COUNTS": str(folder / "counts"),
+        }
         status, printed = fork_server.run("run_engine", arguments, environment)
         assert status == expected, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]

@@ -6,16 +6,30 @@ act after the other. Each act prints a line of JSON. `fork_server.py` calls it.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
+import signal
 import sys
-from typing import Any
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from processes import session_of
+from watched_linker import write_whole
 
 import sglang
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 2048
 """Of the model that `tiny_llama.py` makes."""
 PAGE = 16
+DEADLINE_S = 300.0
+"""What the engine has not done by then it never does."""
 # How quick this model is must not decide which hits are loaded.
 CONFIG = """
 version = 1
@@ -64,8 +78,8 @@ def linked(script: dict[str, Any]) -> dict[str, Any]:
         "unified_cache_external_linker_backend": "dynamic",
         # SGLang's Python interface wants an object; its command line wants JSON.
         "unified_cache_external_linker_config": {
-            "linker": "PenstockLinker",
-            "linker_module_path": "penstock.connectors.sglang",
+            "linker": script.get("class", "WatchedLinker"),
+            "linker_module_path": script.get("module", "watched_linker"),
             "linker_extra_config": {"config": config_of(script), **script.get("extra", {})},
         },
     }
@@ -105,10 +119,7 @@ def prompts_of(act: dict[str, Any]) -> list[list[int]]:
 
 
 def generate(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
-    """Generates for all prompts at once, or `alone`: one after the other.
-
-    `forget` makes SGLang forget its own cache first, and all that lies below it.
-    """
+    """Generates for all prompts at once, or `alone`: one after the other."""
     prompts = prompts_of(act)
     together = [[prompt] for prompt in prompts] if act.get("alone") else [prompts]
     rows = [
@@ -139,4 +150,100 @@ def row_of(out: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ACTS = {each.__name__: each for each in (generate,)}
+def store(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """Waits until the disk is on, or has so many `blocks`: SGLang steps when it is idle."""
+    until(
+        lambda: (
+            counted().get("disk_blocks_saved", 0) >= act.get("blocks", 0)
+            and counted().get("disk_on", 0) == act.get("on", 1)
+        )
+    )
+    return counts(_engine, act)
+
+
+def counts(_engine: Any, _act: dict[str, Any]) -> dict[str, Any]:
+    """What the linker has counted, of the first rank."""
+    return {"counts": counted()}
+
+
+def counted() -> dict[str, float]:
+    """Written by `watched_linker.py` when something has changed."""
+    path = Path(os.environ["PENSTOCK_COUNTS"])
+    found: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def tamper(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """From now on `watched_linker.py` does this to loads."""
+    write_whole(Path(os.environ["PENSTOCK_TAMPER"]), act["word"])
+    return {}
+
+
+def flush(engine: Any, _act: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's cache is flushed, and all that lies below it with it."""
+    engine.flush_cache()
+    return {}
+
+
+def abort(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """A request is taken back while it waits for a disk, which does not answer."""
+
+    async def ask_and_abort() -> dict[str, Any]:
+        asked = asyncio.ensure_future(
+            engine.async_generate(
+                input_ids=prompts_of(act)[0],
+                sampling_params={"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
+                rid="taken-back",
+            )
+        )
+        deadline = time.monotonic() + DEADLINE_S
+        before = counted().get("lookups", 0)
+        while counted().get("lookups", 0) == before:
+            assert time.monotonic() < deadline, "the request was never looked up"
+            await asyncio.sleep(0.01)
+        engine.tokenizer_manager.abort_request(rid="taken-back")
+        answer: dict[str, Any] = await asked
+        return answer
+
+    return {"ended": engine.loop.run_until_complete(ask_and_abort())["meta_info"]["finish_reason"]}
+
+
+def signal_store(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """The store process gets a signal, by its name."""
+    for pid in stores():
+        os.kill(pid, getattr(signal, act["signal"]))
+    return {"signalled": len(stores())}
+
+
+def die(_engine: Any, _act: dict[str, Any]) -> dict[str, Any]:
+    """Every process of the engine is killed, the store process first."""
+    mine = [pid for pid in session_of(os.getsid(0)) if pid != os.getpid()]
+    for pid in sorted(mine, key=lambda pid: pid not in stores()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nothing survives SIGKILL")
+
+
+def stores() -> list[int]:
+    """The store processes of this engine."""
+    found = []
+    for pid in session_of(os.getsid(0)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"penstock.store" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Looks again and again, as nothing tells this process."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, counted()
+        time.sleep(0.02)
+
+
+ACTS = {
+    each.__name__: each
+    for each in (generate, store, counts, tamper, flush, abort, signal_store, die)
+}

@@ -22,8 +22,6 @@ import engine_run  # noqa: E402
 import fork_loop  # noqa: E402
 from sglang.srt.models.registry import ModelRegistry  # noqa: E402
 
-import penstock.connectors.sglang.linker  # noqa: E402, F401
-
 # The registry imports every model when it is asked the first time.
 ModelRegistry.get_supported_archs()
 

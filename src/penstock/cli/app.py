@@ -125,6 +125,11 @@ COMMANDS = {
         PROVE,
         "Play a trace of requests through the cache of a configuration.",
     ),
+    "sglang-config": Command(
+        "penstock.cli.config:print_sglang_options",
+        SET_UP,
+        "Print the options that make SGLang keep KV in the tiers of a configuration file.",
+    ),
     "store": Command(
         "penstock.cli.store",
         RUN,

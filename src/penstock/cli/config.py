@@ -1,4 +1,4 @@
-"""`penstock config`, `vllm-config` and `doctor`: is a configuration in order, and this machine?
+"""`penstock config`, `vllm-config`, `sglang-config` and `doctor`: are file and machine in order?
 
 The one rule of `vllm-config`: every key that the connector reads has an option here, and the flag
 holds only what was given.
@@ -127,13 +127,7 @@ def print_vllm_flag(
     """
     if role not in ROLES:
         raise typer.BadParameter(f"{role!r} is no role, must be one of {', '.join(ROLES)}")
-    config = load_config(file)
-    if not config.cache.tiers:
-        raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
-    given = file.read_text(encoding="utf-8") if inline else str(file.resolve())
-    if "\n" in given and not inline:
-        # In the flag, what has a line break in it is the content of a file.
-        raise ConfigError(f"{given!r}", "has a line break in its path, must be given --inline")
+    given = _for_engine(file, "vLLM", inline=inline)
     asked = {
         "layerwise": layerwise,
         "handoff": handoff,
@@ -152,6 +146,57 @@ def print_vllm_flag(
     }
     text = json.dumps(transfer)
     print(text if bare else f"--kv-transfer-config {shlex.quote(text)}")
+
+
+def print_sglang_options(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
+    *,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="Put the content of FILE into the options, not its path."),
+    ] = False,
+    bare: Annotated[
+        bool,
+        typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
+    ] = False,
+    any_version: Annotated[
+        bool,
+        typer.Option(
+            "--any-version", help="Try an SGLang with which the linker was not tested, too."
+        ),
+    ] = False,
+) -> None:
+    """Print the options that make SGLang keep KV in the tiers of a configuration file.
+
+    What the file says about device blocks, tokens a block, ranks and KV groups is left to SGLang.
+    """
+    extra: dict[str, object] = {"config": _for_engine(file, "SGLang", inline=inline)}
+    if any_version:
+        extra["any_version"] = True
+    linker = {
+        "linker": "PenstockLinker",
+        "linker_module_path": "penstock.connectors.sglang",
+        "linker_extra_config": extra,
+    }
+    text = json.dumps(linker)
+    if bare:
+        print(text)
+        return
+    flag = "--unified-cache-external-linker"
+    print(f"--enable{flag[1:]} {flag}-backend dynamic {flag}-config {shlex.quote(text)}")
+
+
+def _for_engine(file: Path, engine: str, *, inline: bool) -> str:
+    """What an engine is told of a configuration file, which must be one that is of use to it."""
+    if not load_config(file).cache.tiers:
+        raise ConfigError(f"{file}: tiers", f"is missing: {engine} would get no tier below its own")
+    if inline:
+        return file.read_text(encoding="utf-8")
+    given = str(file.resolve())
+    if "\n" in given:
+        # What has a line break in it is the content of a file.
+        raise ConfigError(f"{given!r}", "has a line break in its path, must be given --inline")
+    return given
 
 
 COLOURS = {FindingStatus.OK: 32, FindingStatus.WARNING: 33, FindingStatus.PROBLEM: 31}

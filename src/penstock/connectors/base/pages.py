@@ -182,6 +182,9 @@ class PageTiers:
         while asked.verified < ready:
             key = asked.keys[asked.verified]
             if self._finish(self._start_load([key], [SCRATCH_PAGE], request), [key]):
+                # It is gone now, and those before it are as they were.
+                asked.found = self._offload.lookup(asked.keys)
+                asked.losses = asked.found.losses
                 break
             asked.verified += 1
         return min(asked.verified, ready)

@@ -1,13 +1,14 @@
 """Penstock's tiers below SGLang's radix cache, as an external linker that SGLang loads by name.
 
-    penstock sglang-config penstock.toml      prints the three options for `sglang.launch_server`
+    penstock sglang-config penstock.toml      prints the options for `sglang.launch_server`
 
-| module     | holds                                                           | imports SGLang  |
-|------------|-----------------------------------------------------------------|-----------------|
-| `linker`   | the class that SGLang calls                                     | tested version  |
-| `pools`    | SGLang's options and device pools, or why they are not supported | none           |
-| `versions` | which SGLang is installed, which class it gets, the settings    | its version     |
-| `untested` | the class for other versions of SGLang: does nothing            | any version     |
+| module     | holds                                                            | imports SGLang |
+|------------|------------------------------------------------------------------|----------------|
+| `linker`   | the class that SGLang calls                                      | tested version |
+| `waiting`  | requests that wait a moment for pages from a disk                | tested version |
+| `pools`    | SGLang's options and device pools, or why they are not supported | no             |
+| `versions` | which SGLang is installed, which class it gets, the settings     | its version    |
+| `untested` | the class for other versions of SGLang: does nothing             | any version    |
 
 Everything else is in `penstock.connectors.base`, above all in its `pages`, which knows no SGLang.
 The one rule: if anything fails here, SGLang still computes the right tokens. A page that may be

@@ -35,6 +35,7 @@ from penstock.connectors.base.pages import PageTiers
 from penstock.connectors.base.statistics import BlockBytes, TransferCounts, reduced
 from penstock.connectors.sglang import pools
 from penstock.connectors.sglang.versions import log, log_off, read_settings
+from penstock.connectors.sglang.waiting import WaitingRequests
 from penstock.runtime.open import open_offload
 
 if TYPE_CHECKING:
@@ -75,11 +76,13 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         config = read_settings(extra_config or {})
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
+        self._on_gpu = forward_stream is not None and str(pool.device).startswith("cuda")
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LoadedLayers()
         self._page_tokens: int = params.page_size
         self._rank, self._ranks = _place(params)
         self._tiers: PageTiers | None = None
+        self._waiting: WaitingRequests | None = None
         self._loaded: set[str] = set()
         """Requests that were loaded for the step that is being put together."""
         self._failed = False
@@ -104,6 +107,10 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
             part=f"rank {self._rank} of {self._ranks}" if self._ranks > 1 else "",
             verifies=self._ranks > 1,
         )
+        if self._tiers.offload.persists:
+            self._waiting = WaitingRequests(
+                self._tiers, page_tokens=self._page_tokens, holds_back=self._ranks == 1
+            )
         for each in self._tiers.offload.statistics().tiers[-len(config.cache.tiers) :]:
             log.info(
                 "Penstock keeps KV below SGLang's radix cache: tier=%s blocks=%d block_tokens=%d "
@@ -199,9 +206,8 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """On a GPU copies wait for what was submitted: SGLang's stream may still write pages."""
         assert self._tiers is not None
         steps = self._tiers.offload.steps
-        stream = getattr(self.forward_stream, "cuda_stream", None)
-        if steps is not None and stream is not None:
-            steps.submitted(stream)
+        if self._on_gpu and steps is not None:
+            steps.submitted(self.forward_stream.cuda_stream)
 
     def _numbers(self, pages: Any) -> list[int]:
         """The device pages of a transfer, which names all of their tokens."""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 HEADS = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
 LATENT = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
-POOLS = {"MHATokenToKVPool": GroupKind.ATTENTION, "MLATokenToKVPool": GroupKind.LATENT}
+PLAIN, SHARED = "MHATokenToKVPool", "MLATokenToKVPool"
+POOLS = {PLAIN: GroupKind.ATTENTION, SHARED: GroupKind.LATENT}
 """SGLang's classes of pools whose numbers mean the same wherever they lie. Exactly these: a
 subclass keeps something else."""
 DTYPES = ("float32", "float16", "bfloat16")
@@ -39,16 +40,14 @@ PAGE_TOKENS_MIN = 16
 
 def why_not(server_args: Any, params: Any, components: Iterable[Any], pool: Any) -> str:
     """Why SGLang must run without Penstock here; empty if it need not."""
-    kinds = sorted(getattr(each, "name", str(each)) for each in components)
+    kinds = sorted(each.name for each in components)
     kind = type(pool).__name__
     reasons = {
         f"the model keeps {' and '.join(kinds)} states, must be FULL alone": kinds != ["FULL"],
         f"the device pool is a {kind}, must be a {' or a '.join(POOLS)}": kind not in POOLS,
         f"the KV is {_name(pool.dtype)}, must be {', '.join(DTYPES)}: others have scales beside "
         "them": _name(pool.dtype) not in DTYPES or pool.store_dtype != pool.dtype,
-        f"KV lies in layout {getattr(pool, 'kv_cache_layout', 'nhd')!r}, must be 'nhd'": (
-            getattr(pool, "kv_cache_layout", "nhd") != "nhd"
-        ),
+        "KV does not lie token after token": kind == PLAIN and pool.kv_cache_layout != "nhd",
         f"--page-size is {params.page_size}, must be at least {PAGE_TOKENS_MIN}: --page-size 64": (
             params.page_size < PAGE_TOKENS_MIN
         ),
