@@ -24,7 +24,7 @@ from penstock.config import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-RUN_ELSEWHERE = {"gpu", "llama", "vllm"}
+RUN_ELSEWHERE = {"gpu", "llama", "sglang", "vllm"}
 """Blocks with these words need what this machine may lack; the matching suites execute them."""
 
 FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,})(?P<words>[^`]*)$")
@@ -42,7 +42,7 @@ class Block:
 
     language: str
     words: frozenset[str]
-    """What follows the language: `gpu`, `llama`, `vllm`, `long`."""
+    """What follows the language: `gpu`, `llama`, `sglang`, `vllm`, `long`."""
     file: str
     """The `file=` that the block is the content of; empty for none."""
     text: str

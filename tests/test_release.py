@@ -48,6 +48,8 @@ NOT_OURS = {
     "cuda": "comes with torch for CUDA",
     "huggingface_hub": "comes with transformers",
     "llama_cpp": "whoever gives us a model of it has it",
+    "prometheus-client": "comes with SGLang, whose page it is for",
+    "sglang": "imports us, from its own environment",
     "transformers": "whoever gives us a model of it has it",
     "triton": "comes with torch for CUDA",
     "vllm": "imports us, from its own environment",

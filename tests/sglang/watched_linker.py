@@ -29,6 +29,7 @@ class WatchedLinker(PenstockLinker):
     def __init__(self, *given: Any, **how: Any) -> None:
         self._totals: dict[str, Any] = {}
         super().__init__(*given, **how)
+        self._report = None
         if self._tiers is not None and self._rank == 0:
             executor = self._tiers.offload._driver.links.executor
             submit = executor.submit
@@ -49,7 +50,12 @@ class WatchedLinker(PenstockLinker):
                 layer[tokens[-self._page_tokens :]] = 0
         return good
 
-    def _report(self) -> None:
+    def num_completed_offloads(self) -> int:
+        count = super().num_completed_offloads()
+        self._show()
+        return count
+
+    def _show(self) -> None:
         changes = self._counts.counters.take()
         if self._rank or not changes:
             return

@@ -42,17 +42,17 @@ Taken: TypeAlias = "dict[str, int | list[float]]"
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "Requests looked up below the device.",
-    "tokens_found": "Tokens that were found below the device and promised to vLLM.",
-    "tokens_loaded": "Tokens that vLLM did not compute because they were loaded and verified.",
+    "tokens_found": "Tokens that were found below the device and promised to the engine.",
+    "tokens_loaded": "Tokens that were not computed because they were loaded and verified.",
     "bytes_loaded": "Bytes copied to the device and verified, on all ranks.",
     "loads_failed": "Loads of which at least one block was computed instead.",
-    "loads_not_started": "Requests computed because vLLM could not start their load.",
+    "loads_not_started": "Requests computed because the engine could not start their load.",
     "checksum_failures": "Blocks whose checksum did not match when they were loaded.",
     "timeouts": "Loads and saves that did not end within operation_timeout_s.",
     "blocks_saved": "Blocks written below the device.",
     "bytes_saved": "Bytes of these blocks, on all ranks.",
     "saves_failed": "Copies to below the device that failed or ran out of time.",
-    "blocks_dropped_pinned": "Blocks not saved because too many of vLLM's were pinned already.",
+    "blocks_dropped_pinned": "Blocks not saved because too many were pinned already.",
     "blocks_dropped_window": "Blocks not saved because a sliding window had passed them.",
     "blocks_dropped_room": "Blocks not saved because there was no room, or they were refused.",
     "blocks_evicted": "Blocks that left the first tier below the device to make room for others.",
@@ -78,7 +78,7 @@ GAUGES: Mapping[str, str] = {
     "pinned_blocks": "Device blocks that are kept from reuse until a copy has settled.",
 }
 TIMES: Mapping[str, str] = {
-    "load_seconds": "From the moment that vLLM gave a request blocks to load into, to its end.",
+    "load_seconds": "From the moment that a request had blocks to load into, to its end.",
     "disk_wait_seconds": "How long a request waited for blocks that came up from a disk.",
 }
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -7,6 +7,7 @@
 | `linker`   | the class that SGLang calls                                      | tested version |
 | `waiting`  | requests that wait a moment for pages from a disk                | tested version |
 | `pools`    | SGLang's options and device pools, or why they are not supported | no             |
+| `metrics`  | what the linker counts, on SGLang's metrics page and in its log  | no             |
 | `versions` | which SGLang is installed, which class it gets, the settings     | its version    |
 | `untested` | the class for other versions of SGLang: does nothing             | any version    |
 

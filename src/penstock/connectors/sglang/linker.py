@@ -24,7 +24,6 @@ cached, and SGLang goes on.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from penstock.connectors.base.pages import PageTiers
-from penstock.connectors.base.statistics import BlockBytes, TransferCounts, reduced
+from penstock.connectors.base.statistics import BlockBytes, TransferCounts
 from penstock.connectors.sglang import pools
+from penstock.connectors.sglang.metrics import LinkerReport
 from penstock.connectors.sglang.versions import log, log_off, read_settings
 from penstock.connectors.sglang.waiting import WaitingRequests
 from penstock.runtime.open import open_offload
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
 
-REPORT_S = 60.0
-"""How often what was counted is logged at most."""
 NO_LAYERS = -1
 """No layer of a step waits: loads have ended before it begins."""
 
@@ -88,11 +86,14 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._failed = False
         """Whether a load of that step failed after SGLang was told that it had begun."""
         self._counts = TransferCounts()
-        self._reported = time.monotonic()
+        self._report: LinkerReport | None = None
         if why := pools.why_not(server_args, params, components, pool):
             log_off(why)
             return
         self._open(config, pool)
+        self._report = LinkerReport(
+            self._counts.counters, rank=self._rank, page=server_args.enable_metrics
+        )
 
     def _open(self, config: Config, pool: Any) -> None:
         config = pools.engine_of(pool, self._page_tokens).fit_config(config)
@@ -179,7 +180,8 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._tiers is None:
             return 0
         self._tiers.step()
-        self._report()
+        if self._report is not None:
+            self._report.show()
         return self._tiers.saves_ended()
 
     def pop_completed_offload(self) -> bool:
@@ -214,16 +216,6 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         firsts: torch.Tensor = pages.device_indices[:: self._page_tokens]
         numbers: list[int] = (firsts // self._page_tokens).tolist()
         return numbers
-
-    def _report(self) -> None:
-        """Logs what was counted, if anything was."""
-        now = time.monotonic()
-        if now - self._reported < REPORT_S:
-            return
-        self._reported = now
-        if taken := reduced(self._counts.counters.take()):
-            said = " ".join(f"{name}={value}" for name, value in sorted(taken.items()))
-            log.info("Penstock: rank=%d %s", self._rank, said)
 
 
 def _place(params: Any) -> tuple[int, int]:
