@@ -25,12 +25,15 @@ FOR_TESTS = "testing/"
 """What lies there is used by tests, ours and those of others."""
 
 _CONNECTOR = "vLLM calls it: part of what it asks of a connector"
+_LINKER = "SGLang calls it: part of what it asks of a linker"
 _UVICORN = "uvicorn calls it: what its server or a connection of it does"
 
 _AUTHORS = "part of the interface for engine authors, on the pages; Penstock's own do without"
 
 # Each exception: where it is, and why. One that is no longer needed fails the test as well.
 CALLED_FROM_ELSEWHERE = {
+    "connectors/sglang/linker.py:cancel_queued_load": _LINKER,
+    "connectors/sglang/linker.py:pop_completed_offload": _LINKER,
     "connectors/vllm/adapter.py:has_pending_push_work": _CONNECTOR,
     "connectors/vllm/adapter.py:save_kv_layer": _CONNECTOR,
     "connectors/vllm/adapter.py:set_xfer_handshake_metadata": _CONNECTOR,

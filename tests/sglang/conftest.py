@@ -58,7 +58,6 @@ def run(model: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathF
 
     def run_engine(acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         expected = -signal.SIGKILL if script.pop("dies", False) else 0
-        arguments = [str(model), {"acts": acts, **script}]
         folder = tmp_path_factory.mktemp("watched")
         environment = {
             **os.environ,
@@ -66,7 +65,9 @@ def run(model: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathF
             "PYTHONPATH": str(HERE),
             "PENSTOCK_TAMPER": str(folder / "word"),
             "PENSTOCK_COUNTS": str(folder / "counts"),
+            **script.pop("environment", {}),
         }
+        arguments = [str(model), {"acts": acts, **script}]
         status, printed = fork_server.run("run_engine", arguments, environment)
         assert status == expected, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]

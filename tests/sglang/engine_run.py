@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastapi import HTTPException
 from processes import session_of
 from watched_linker import write_whole
 
@@ -150,6 +151,15 @@ def row_of(out: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def refused(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
+    """The status with which SGLang refuses a request; 200 if it answers."""
+    try:
+        generate(engine, act)
+    except HTTPException as error:
+        return {"status": int(error.status_code)}
+    return {"status": 200}
+
+
 def store(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
     """Waits until the disk is on, or has so many `blocks`: SGLang steps when it is idle."""
     until(
@@ -245,5 +255,5 @@ def until(done: Callable[[], bool]) -> None:
 
 ACTS = {
     each.__name__: each
-    for each in (generate, store, counts, tamper, flush, abort, signal_store, die)
+    for each in (generate, refused, store, counts, tamper, flush, abort, signal_store, die)
 }
