@@ -176,6 +176,19 @@ def test_after_a_reset_nothing_is_found_and_no_save_is_under_way(engine: Engine)
     assert engine.tiers.find("again", ONE) == 6
 
 
+def test_answers_are_remembered_for_a_bounded_number_of_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.connectors.base.pages.ASKED_KEPT", 20)
+    engine.save(ONE, 1)
+
+    for number in range(8):
+        assert engine.tiers.find(f"request {number}", ONE) == 6
+
+    assert len(engine.tiers._asked) == 3
+    assert engine.tiers.load("request 0", ONE, list(range(20, 26))), "of a forgotten one, too"
+
+
 def test_a_key_names_model_weights_dtype_and_rank_beside_the_hash_of_the_engine() -> None:
     def keys_of(toml: str = "", part: str = "", since: str = "") -> bytes:
         config = penstock.parse_config(TEXT + toml + TIER.format(blocks=1, more=""))

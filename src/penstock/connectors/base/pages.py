@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from penstock.vocabulary.keys import Key, OperationId
 
 
-REQUESTS_KEPT = 1024
-"""Requests of which the last answer is kept. An engine does not say when one has ended."""
+ASKED_KEPT = 1 << 18
+"""Pages of requests of which the last answer is kept, about 13 MB: an engine does not say when a
+request has ended."""
 PARENTS_KEPT = 1 << 16
 """Pages of which is remembered what comes before them: about 12 MB."""
 SCRATCH_PAGE = 0
@@ -111,6 +112,7 @@ class PageTiers:
         self._keys = PageKeys(config, part=part)
         self._store = StorePrefetch(offload, counts) if offload.persists else None
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
+        self._asked_pages = 0
         self._parents: OrderedDict[Key, Key] = OrderedDict()
         self._saves: deque[_Save] = deque()
         self._save_of: dict[OperationId, _Save] = {}
@@ -154,10 +156,11 @@ class PageTiers:
         if asked is None:
             self._counts.counters.add("lookups")
             asked = self._asked[request] = _Asked()
-            while len(self._asked) > REQUESTS_KEPT:
-                self._forget(next(iter(self._asked)))
         self._asked.move_to_end(request)
         if asked.count != len(hashes) or asked.last != hashes[-1]:
+            self._asked_pages += len(hashes) - asked.count
+            while self._asked_pages > ASKED_KEPT and len(self._asked) > 1:
+                self._forget(next(iter(self._asked)))
             asked.count, asked.last = len(hashes), hashes[-1]
             asked.keys, asked.found, asked.verified = self._keys.of(hashes), None, 0
             self._learn(asked.keys)
@@ -199,7 +202,10 @@ class PageTiers:
 
     def _forget(self, request: str) -> None:
         asked = self._asked.pop(request, None)
-        if asked is not None and self._store is not None:
+        if asked is None:
+            return
+        self._asked_pages -= asked.count
+        if self._store is not None:
             self._store.begin_turn(asked.wait)
 
     # ---------------------------------------------------------------- up
@@ -343,6 +349,7 @@ class PageTiers:
                 self._offload.wait(self._counts.clock() + DEVICE_S)
         self._saves.clear()
         self._asked.clear()
+        self._asked_pages = 0
         self._parents.clear()
         if self._store is not None:
             # The weights may have changed: a later engine must not take blocks from now on for

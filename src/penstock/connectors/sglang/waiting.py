@@ -20,15 +20,12 @@ The one rule: the queue is whole whenever SGLang looks at it outside of that fun
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-from penstock.connectors.base.pages import REQUESTS_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +45,7 @@ class WaitingRequests:
         self._tiers = tiers
         self._page_tokens = page_tokens
         self._holds_back = holds_back
-        self._hashes: OrderedDict[str, Sequence[str]] = OrderedDict()
+        self._hashes: dict[str, Sequence[str]] = {}
         """Of each request that was seen: its pages that are not on the device."""
         HookRegistry.register(PLANS_PREFILL, self._plan, HookType.AROUND)
         HookRegistry.apply_hooks()
@@ -60,8 +57,9 @@ class WaitingRequests:
                 hashes = self._hashes[request.rid] = self._missing_pages(request, scheduler)
                 if hashes:
                     self._tiers.expect(request.rid, hashes)
-        while len(self._hashes) > max(REQUESTS_KEPT, len(queue)):
-            self._hashes.popitem(last=False)
+        if len(self._hashes) > FIRST + 2 * len(queue):
+            waiting = {each.rid for each in queue}
+            self._hashes = {rid: each for rid, each in self._hashes.items() if rid in waiting}
         held = [each for each in queue[:FIRST] if self._holds_back and self._waits(each.rid)]
         if not held:
             return plan(scheduler, *given, **how)
