@@ -6,26 +6,36 @@ import gzip
 import json
 import lzma
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config import parse_config
-from penstock.errors import ConfigError
-from penstock.replay import trace
+from penstock.errors import ConfigError, UnavailableError
+from penstock.replay import lines
+from penstock.replay.lines import copies_of_pipes
 from penstock.replay.trace import TraceReader, TraceRequest, natural_block_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from penstock.config import Config
 
 MOONCAKE = {"timestamp": 1500, "input_length": 1030, "output_length": 9, "hash_ids": [7, 8, 9]}
 
 
-def reader(block_tokens: int = 512) -> TraceReader:
+def config_of(block_tokens: int) -> Config:
     text = f'version = 1\nmodel.name = "m"\ncache = {{ block_tokens = {block_tokens}, blocks = 9 }}'
-    return TraceReader(parse_config(text))
+    return parse_config(text)
+
+
+def reader(block_tokens: int = 512) -> TraceReader:
+    return TraceReader(config_of(block_tokens))
 
 
 def write(folder: Path, *lines: object, name: str = "t.jsonl") -> str:
@@ -65,7 +75,7 @@ def test_an_id_is_divided_into_the_blocks_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_blocks_that_do_not_divide_an_id_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cache.block_tokens: is 48, must divide 512"):
+    with pytest.raises(ConfigError, match=r"cache.block_tokens: is 48, must divide 512 or be"):
         read(write(tmp_path, MOONCAKE), block_tokens=48)
 
 
@@ -127,19 +137,109 @@ def test_calls_of_tools_are_part_of_a_request(tmp_path: Path) -> None:
     assert first.keys[-1] != second.keys[-1]
 
 
-def test_a_pipe_is_refused_where_it_would_be_read_twice(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-
-    with pytest.raises(ConfigError, match=r"pipe: is a pipe or a device, .* must be a file"):
-        natural_block_tokens(str(tmp_path / "pipe"))
-
-
-def test_compressed_files_are_read(tmp_path: Path) -> None:
+def test_files_are_read_whatever_they_are_packed_with_and_called(tmp_path: Path) -> None:
     text = json.dumps(MOONCAKE).encode()
-    (tmp_path / "t.gz").write_bytes(gzip.compress(text))
-    (tmp_path / "t.xz").write_bytes(lzma.compress(text))
+    packed = zstandard.ZstdCompressor().compress(text + b"\n")
+    (tmp_path / "gzip").write_bytes(gzip.compress(text))
+    (tmp_path / "xz.gz").write_bytes(lzma.compress(text))
+    (tmp_path / "zstd.xz").write_bytes(packed + packed)
+    (tmp_path / "plain.zst").write_bytes(text)
 
-    assert read(str(tmp_path / "t.gz")) == read(str(tmp_path / "t.xz")) != []
+    (request,) = read(str(tmp_path / "plain.zst"))
+
+    assert read(str(tmp_path / "gzip")) == read(str(tmp_path / "xz.gz")) == [request]
+    assert read(str(tmp_path / "zstd.xz")) == [request, request]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"\xef\xbb\xbf" + json.dumps(MOONCAKE).encode())
+
+    assert read(str(tmp_path / "t")) == read(write(tmp_path, MOONCAKE))
+    assert natural_block_tokens(str(tmp_path / "t")) == 512
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
+def test_a_pipe_is_read_once_or_copied_and_read_again(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    expected = read(write(tmp_path, *[MOONCAKE] * 2000))
+    content = pack((tmp_path / "t.jsonl").read_bytes())
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def written() -> threading.Thread:
+        writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+        writer.start()
+        return writer
+
+    writer = written()
+    assert read(str(pipe)) == expected
+    writer.join()
+    writer = written()
+    with copies_of_pipes([str(pipe), "conversation"]) as copies:
+        writer.join()
+        again = TraceReader(config_of(512), copies=copies)
+        assert natural_block_tokens(str(pipe), copies=copies) == 512
+        assert list(again.read(str(pipe))) == list(again.read(str(pipe))) == expected
+        (copy,) = copies.values()
+    assert not os.path.exists(copy)
+
+
+def test_what_is_wrong_in_a_copied_pipe_is_said_with_its_name(tmp_path: Path) -> None:
+    write(tmp_path, MOONCAKE, "nonsense")
+
+    with pytest.raises(ConfigError, match=r"^a pipe:2: is 'nonsense', must be JSON"):
+        list(TraceReader(config_of(512), copies={"a pipe": f"{tmp_path}/t.jsonl"}).read("a pipe"))
+
+
+def test_a_device_is_not_copied_and_a_copy_without_room_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(ConfigError, match="/dev/zero: is a device, must be a file or a pipe"),
+        copies_of_pipes(["/dev/zero"]),
+    ):
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+
+    with (
+        pytest.raises(UnavailableError, match=r"missing: No such file.*; set TMPDIR to"),
+        copies_of_pipes([str(tmp_path / "pipe")]),
+    ):
+        pass
+
+
+def test_ids_may_stand_for_any_number_of_tokens(tmp_path: Path) -> None:
+    line = {**MOONCAKE, "input_length": 40, "hash_ids": [7, 8, 9]}
+    path = write(tmp_path, line, {**line, "hash_ids": [7, 8]})
+    large = write(tmp_path, {**line, "hash_ids": [7, 8, 10]}, name="large")
+
+    first, second = TraceReader(config_of(16), id_tokens=16).read(path)
+    (small,) = TraceReader(config_of(4), id_tokens=16).read(large)
+    (both,) = TraceReader(config_of(32), id_tokens=16).read(large)
+
+    # An id for the tokens after the last full block may be missing.
+    assert first == second
+    assert len(small.keys) == len(set(small.keys)) == 10
+    assert both.keys == first.keys[1:]
+    assert natural_block_tokens(path, id_tokens=16) == 16
+
+
+def test_another_number_of_ids_is_refused_with_the_option_that_would_be_right(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, {**MOONCAKE, "hash_ids": list(range(65))})
+    tokens = write(tmp_path, {"timestamp": 1, "tokens": [1]}, name="tokens")
+
+    with pytest.raises(ConfigError, match=r"must have 3: .* tokens; or --trace-block-tokens 16$"):
+        read(path)
+    with pytest.raises(ConfigError, match=r"must have 258: one for each 4 of 1030 tokens; or"):
+        list(TraceReader(config_of(2), id_tokens=4).read(path))
+    with pytest.raises(ConfigError, match=r"cache.block_tokens: is 24, must divide 16 or be a"):
+        list(TraceReader(config_of(24), id_tokens=16).read(path))
+    with pytest.raises(ConfigError, match=r"--trace-block-tokens: is 16, must be left out: .*:1 "):
+        list(TraceReader(config_of(16), id_tokens=16).read(tokens))
 
 
 def test_several_files_are_merged_by_time_and_their_ids_kept_apart(tmp_path: Path) -> None:
@@ -204,20 +304,23 @@ def test_a_first_line_that_is_wrong_is_refused_too(
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 5000)[:20])
-    (tmp_path / "no.xz").write_bytes(b"not compressed")
+    (tmp_path / "cut.zst").write_bytes(zstandard.ZstdCompressor().compress(b"x" * 5000)[:-3])
+    (tmp_path / "wrong.zst").write_bytes(lines.ZSTD + b"x" * 5000)
 
     with pytest.raises(ConfigError, match=r"nowhere: is not there, must be a file or one of"):
         read("nowhere")
     with pytest.raises(ConfigError, match=r"cut.gz:1: cannot be read"):
         read(str(tmp_path / "cut.gz"))
-    with pytest.raises(ConfigError, match=r"no.xz:1: cannot be read"):
-        read(str(tmp_path / "no.xz"))
+    with pytest.raises(ConfigError, match=r"cut.zst:1: cannot be read: the file ends before"):
+        read(str(tmp_path / "cut.zst"))
+    with pytest.raises(ConfigError, match=r"wrong.zst:1: cannot be read: zstd"):
+        read(str(tmp_path / "wrong.zst"))
     with pytest.raises(ConfigError, match=r"has no request"):
         read(write(tmp_path, "", ""))
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "LINE_BYTES_MAX", 100)
+    monkeypatch.setattr(lines, "LINE_BYTES_MAX", 100)
 
     with pytest.raises(ConfigError, match=r":1: is longer than 100 bytes"):
         read(write(tmp_path, "x" * 200))
@@ -247,10 +350,10 @@ fields = st.sampled_from(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_hostile_lines_are_read_or_refused_and_nothing_else(
-    tmp_path: Path, lines: list[bytes]
+    tmp_path: Path, written: list[bytes]
 ) -> None:
     path = tmp_path / "hostile.jsonl"
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(b"\n".join(written))
 
     try:
         found = read(str(path), block_tokens=16)

@@ -21,19 +21,15 @@ from penstock.cli.conventions import (
     write_text,
 )
 from penstock.config import load_config, parse_config
+from penstock.replay.lines import SHIPPED, copies_of_pipes
 from penstock.replay.plan import HEADS, Planner, PlanSettings, page_of, row_texts
 from penstock.replay.report import LEFT_OUT, describe, report_on, text_table
 from penstock.replay.simulation import BestPossible, Replay, Speeds, sized_cache
-from penstock.replay.trace import (
-    SHIPPED,
-    PerfectHints,
-    TraceReader,
-    natural_block_tokens,
-    require_read_again,
-)
+from penstock.replay.trace import ID_TOKENS, PerfectHints, TraceReader, natural_block_tokens
+from penstock.vocabulary.keys import BLOCK_TOKENS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from penstock.config import Config
     from penstock.replay.plan import CachePlan
@@ -52,7 +48,18 @@ TracesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE...",
-        help=f"Files of requests (.jsonl, also .gz or .xz), or one of {', '.join(SHIPPED)}.",
+        help="Files of requests (JSON lines, also packed by gzip, xz or zstd), pipes, - for "
+        f"standard input, or one of {', '.join(SHIPPED)}.",
+    ),
+]
+IdTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--trace-block-tokens",
+        metavar="N",
+        min=1,
+        max=BLOCK_TOKENS_MAX,
+        help=f"Tokens of one of the trace's hash_ids; {ID_TOKENS} if not given.",
     ),
 ]
 KvBytesOption = Annotated[
@@ -83,11 +90,12 @@ BandwidthOption = Annotated[
 ]
 
 
-def replay(
+def replay(  # noqa: PLR0913 - each is an option
     traces: TracesArgument,
     *,
     config: ConfigOption = None,
     json: JsonOption = None,
+    trace_block_tokens: IdTokensOption = None,
     device_blocks: Annotated[
         int | None,
         typer.Option(
@@ -120,25 +128,33 @@ def replay(
     request ends before the next one comes. Without --config: a device of 40 GiB over a host tier
     of 128 GiB, for a model of 8B parameters.
     """
-    settings = load_config(config) if config else _example(traces[0], kv_bytes or KV_BYTES)
-    token_bytes = kv_bytes or (0 if config else KV_BYTES)
-    cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=device_blocks or 0)
-    speeds = _read_speeds(prefill_rate, output_rate, bandwidth)
-    player = Replay(cache, speeds, BestPossible() if best else None)
-    reader = TraceReader(settings)
-    requests = reader.read_all(traces)
-    if perfect_hints:
-        for name in traces:
-            require_read_again(name)
-        requests = PerfectHints(requests, cache.block_tokens).written_into(reader.read_all(traces))
-    player.run(requests)
+    # A pipe that is read once need not be copied. Without --config, its first line is read before.
+    again = traces if perfect_hints else [] if config else traces[:1]
+    with copies_of_pipes(again) as copies:
+        settings = (
+            load_config(config)
+            if config
+            else _example(traces[0], kv_bytes or KV_BYTES, trace_block_tokens, copies)
+        )
+        token_bytes = kv_bytes or (0 if config else KV_BYTES)
+        cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=device_blocks or 0)
+        speeds = _read_speeds(prefill_rate, output_rate, bandwidth)
+        player = Replay(cache, speeds, BestPossible() if best else None)
+        reader = TraceReader(settings, id_tokens=trace_block_tokens, copies=copies)
+        requests = reader.read_all(traces)
+        if perfect_hints:
+            hints = PerfectHints(requests, cache.block_tokens)
+            requests = hints.written_into(reader.read_all(traces))
+        player.run(requests)
     report = report_on(player, traces=list(traces))
     show_result(json, describe(report), msgspec.to_builtins(report))
 
 
-def _example(trace: str, token_bytes: int) -> Config:
+def _example(
+    trace: str, token_bytes: int, id_tokens: int | None, copies: Mapping[str, str]
+) -> Config:
     """A configuration for those who have none yet, with the blocks of the trace."""
-    block_tokens = natural_block_tokens(trace)
+    block_tokens = natural_block_tokens(trace, id_tokens=id_tokens, copies=copies)
     device, host = (
         max(1, (gib << 30) // (token_bytes * block_tokens)) for gib in (DEVICE_GIB, HOST_GIB)
     )
@@ -208,7 +224,8 @@ def plan(  # noqa: PLR0913 - each is an option
     trace: Annotated[
         str,
         typer.Argument(
-            metavar="TRACE", help=f"A file of requests, or one of {', '.join(SHIPPED)}."
+            metavar="TRACE",
+            help=f"A file of requests, a pipe, -, or one of {', '.join(SHIPPED)}.",
         ),
     ],
     *,
@@ -228,6 +245,7 @@ def plan(  # noqa: PLR0913 - each is an option
     prefill_rate: PrefillOption = None,
     output_rate: OutputOption = None,
     bandwidth: BandwidthOption = None,
+    trace_block_tokens: IdTokensOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with curves, too.")
     ] = None,
@@ -242,16 +260,19 @@ def plan(  # noqa: PLR0913 - each is an option
     policies = tuple(policy.split(","))
     for name in policies:
         policy_named(name, place="--policy")
-    settings = PlanSettings(
-        trace=trace,
-        token_bytes=kv_bytes,
-        device_gib=_device_size(device_gib),
-        host_gib=_sizes("--host-gib", host_gib),
-        disk_gib=_sizes("--disk-gib", disk_gib),
-        policies=policies,
-        speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
-    )
-    made = Planner(settings, jobs=jobs, progress=_show_progress).run()
+    with copies_of_pipes([trace]) as copies:
+        settings = PlanSettings(
+            trace=trace,
+            id_tokens=trace_block_tokens,
+            copies=copies,
+            token_bytes=kv_bytes,
+            device_gib=_device_size(device_gib),
+            host_gib=_sizes("--host-gib", host_gib),
+            disk_gib=_sizes("--disk-gib", disk_gib),
+            policies=policies,
+            speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
+        )
+        made = Planner(settings, jobs=jobs, progress=_show_progress).run()
     show_result(json, _describe(made), msgspec.to_builtins(made))
     if html is not None:
         write_text(html, page_of(made), option="--html")

@@ -2,7 +2,8 @@
 
 | module       | holds                                                                         |
 |--------------|-------------------------------------------------------------------------------|
-| `trace`      | files of requests, read as a stream: five formats, and the traces of `traces/` |
+| `lines`      | lines of files, compressed files and pipes, and of the traces of `traces/`     |
+| `trace`      | requests in these lines, read as a stream: four formats; recordings            |
 | `simulation` | `Replay`: a cache machine, a clock and modelled copies, driven by a trace      |
 | `report`     | what a replay found, as a value and as text                                    |
 | `plan`       | one trace with many sizes of tiers and policies, and what to take of them      |

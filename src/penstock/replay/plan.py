@@ -50,6 +50,10 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     token_bytes: int
     device_gib: float
+    id_tokens: int | None = None
+    """Of the trace's `hash_ids`."""
+    copies: dict[str, str] = {}
+    """Where the content of a pipe lies."""
     host_gib: tuple[float, ...]
     disk_gib: tuple[float, ...] = (0.0,)
     policies: tuple[str, ...] = ("lru",)
@@ -143,7 +147,9 @@ class Planner:
         self._jobs = jobs
         self._progress = progress
         self._done = 0
-        self._block_tokens = natural_block_tokens(settings.trace)
+        self._block_tokens = natural_block_tokens(
+            settings.trace, id_tokens=settings.id_tokens, copies=settings.copies
+        )
         self._cells = cells_of(settings)
         for cell in self._cells:
             # Refuses what cannot be, before anything runs.
@@ -351,7 +357,8 @@ def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
     config = parse_config(
         f'version = 1\nmodel.name = "plan"\ncache = {{ block_tokens = {block_tokens}, blocks = 1 }}'
     )
-    requests = TraceReader(config).read_all([settings.trace])
+    reader = TraceReader(config, id_tokens=settings.id_tokens, copies=settings.copies)
+    requests = reader.read_all([settings.trace])
     if work.cell is None:
         bound = BestPossible()
         room = _blocks(settings, settings.device_gib, block_tokens)

@@ -11,7 +11,7 @@ and counted; with a full file, or one that cannot be written, recording ends and
 
 | format    | a line has                                                                         |
 |-----------|------------------------------------------------------------------------------------|
-| Mooncake  | `timestamp`, `input_length`, `output_length`, `hash_ids` (one for 512 tokens)      |
+| Mooncake  | `timestamp`, `input_length`, `output_length`, `hash_ids` (one for N tokens)        |
 | tokens    | `timestamp`, `tokens` (ids), and perhaps `output_length`, `tenant`                 |
 | OpenAI    | `timestamp` or `created` (in seconds), `messages` or `prompt`, perhaps in a `body` |
 | recording | what `recording` writes: names of blocks; a last line that is cut is left out      |
@@ -25,20 +25,16 @@ file, the line, the field, its value and what would be right. Nothing is skipped
 
 from __future__ import annotations
 
-import gzip
 import logging
-import lzma
 import os
 import secrets
 import threading
 import time
-import zlib
 from collections import deque
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from heapq import merge
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
 
@@ -46,6 +42,7 @@ import msgspec
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from penstock.errors import ConfigError, shown
+from penstock.replay.lines import lines_of
 from penstock.vocabulary.hints import (
     HINT_FIELDS,
     NO_HINTS,
@@ -57,8 +54,7 @@ from penstock.vocabulary.hints import (
 from penstock.vocabulary.keys import BLOCK_TOKENS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from typing import IO
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.config import Config
     from penstock.vocabulary.keys import Key
@@ -338,19 +334,17 @@ def recorder_of(config: Config) -> Recorder | None:
     return recorder
 
 
-MOONCAKE_BLOCK_TOKENS = 512
-"""The tokens of one of `hash_ids`."""
+ID_TOKENS = 512
+"""The tokens of one of `hash_ids`, as Mooncake writes them."""
+LIKELY_ID_TOKENS = tuple(2**power for power in range(13))
+"""Sizes of blocks that engines have, from 1 to 4096."""
 TEXT_TOKEN_BYTES = 4
 """English text has about four bytes a token."""
-LINE_BYTES_MAX = 64 << 20
-"""A prompt of a million tokens takes 8 MB; a longer line than this is no request."""
 TOKENS_MAX = 1 << 27
 """Of one request: more than any model takes, and a bound on the memory of one line."""
 ID_MAX = 2**63 - 1
 MILLISECONDS_MAX = 1e15
 """Beyond any calendar; a time above it is a mistake of units."""
-SHIPPED = ("conversation", "synthetic")
-"""The traces that come with Penstock."""
 
 
 class TraceRequest(NamedTuple):
@@ -454,12 +448,27 @@ _RIGHT = {
 
 
 class TraceReader:
-    """Reads files of a trace for a cache with blocks of a given size."""
+    """Reads files of a trace for a cache with blocks of a given size.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: That of the cache.
+        id_tokens: The tokens that one of `hash_ids` stands for, where it is not `ID_TOKENS`.
+        copies: Where the content of pipes lies, see `penstock.replay.lines`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        id_tokens: int | None = None,
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
         # Without the secret salt: it decides who can compute keys, not what is found.
         self._config = replace(config, salt="")
         self._block_tokens = config.cache.block_tokens
+        self._id_tokens = id_tokens or ID_TOKENS
+        self._only_ids = id_tokens is not None
+        self._copies = copies or {}
         self._formats: dict[str, tuple[type, Callable[[Any, bytes], TraceRequest]]] = {
             "hash_ids": (MooncakeLine, self._from_mooncake),
             "tokens": (TokensLine, self._from_tokens),
@@ -489,12 +498,11 @@ class TraceReader:
         convert: Callable[[Any, bytes], TraceRequest] = self._from_mooncake
         decoder: msgspec.json.Decoder[Any] | None = None
         last_s = 0.0
-        for line_number, line in _lines(name):
+        for line_number, line in lines_of(name, self._copies):
             place = f"{name}:{line_number}"
             if decoder is None:
                 line_type, convert = self._format_of(line, place)
-                if line_type is MooncakeLine:
-                    require_block_size(self._block_tokens)
+                self._require_sizes(line_type, place)
                 decoder = msgspec.json.Decoder(line_type)
             try:
                 request = convert(decoder.decode(line), seed)
@@ -525,24 +533,42 @@ class TraceReader:
             place, f"has the fields {shown(sorted(fields))}, must have one of {known}"
         )
 
-    def _from_mooncake(self, line: MooncakeLine, seed: bytes) -> TraceRequest:
-        ids = line.hash_ids
-        wanted = -(-line.input_length // MOONCAKE_BLOCK_TOKENS)
-        if len(ids) != wanted:
-            raise ValueError(
-                f"hash_ids has {len(ids)} ids, must have {wanted}: one for each "
-                f"{MOONCAKE_BLOCK_TOKENS} of {line.input_length} tokens"
+    def _require_sizes(self, line_type: type, place: str) -> None:
+        """Refuses blocks that the ids of a file cannot be divided into, or be put together to."""
+        if line_type is not MooncakeLine:
+            if self._only_ids:
+                raise ConfigError(
+                    "--trace-block-tokens",
+                    f"is {self._id_tokens}, must be left out: {place} has no hash_ids",
+                )
+        elif self._id_tokens % self._block_tokens and self._block_tokens % self._id_tokens:
+            raise ConfigError(
+                "cache.block_tokens",
+                f"is {self._block_tokens}, must divide {self._id_tokens} or be a multiple of it: "
+                f"the trace has an id for every {self._id_tokens} tokens",
             )
+
+    def _from_mooncake(self, line: MooncakeLine, seed: bytes) -> TraceRequest:
+        ids, id_tokens = line.hash_ids, self._id_tokens
+        wanted = -(-line.input_length // id_tokens)
+        # Some name full blocks only; those of a cache with smaller ones need the last id, too.
+        least = line.input_length // id_tokens if self._block_tokens >= id_tokens else wanted
+        if not least <= len(ids) <= wanted:
+            raise ValueError(_wrong_count(line, id_tokens, wanted))
         full = line.input_length // self._block_tokens
-        parts = MOONCAKE_BLOCK_TOKENS // self._block_tokens
         keys: list[bytes] = []
         key = seed
         # Each key contains those before it: an id that follows other blocks is another block.
         for block_id in ids:
             key = xxh3_128_digest(key + block_id.to_bytes(8, "little"))
             keys.append(key)
-        if parts > 1:
-            ends = [part.to_bytes(4, "little") for part in range(parts)]
+        if self._block_tokens > id_tokens:
+            # The last of several ids names them all.
+            times = self._block_tokens // id_tokens
+            keys = keys[times - 1 :: times]
+        elif self._block_tokens < id_tokens:
+            parts = range(id_tokens // self._block_tokens)
+            ends = [part.to_bytes(4, "little") for part in parts]
             keys = [key[:12] + end for key in keys for end in ends]
         return TraceRequest(
             line.timestamp / 1000,
@@ -653,51 +679,32 @@ class PerfectHints:
             yield request._replace(hints=RetentionHints(keep_tokens=kept * self._block_tokens))
 
 
-def natural_block_tokens(name: str) -> int:
+def natural_block_tokens(
+    name: str, *, id_tokens: int | None = None, copies: Mapping[str, str] | None = None
+) -> int:
     """The block size at which a file is read with the fewest blocks and nothing lost.
 
     Raises:
-        ConfigError: the file cannot be read, or only once.
+        ConfigError: the file cannot be read.
     """
-    require_read_again(name)
-    with closing(_lines(name)) as lines:
+    with closing(lines_of(name, copies)) as lines:
         for number, line in lines:
             fields = _object_in(line, f"{name}:{number}")
             if "hash_ids" in fields:
-                return MOONCAKE_BLOCK_TOKENS
+                return id_tokens or ID_TOKENS
             recorded = fields.get("block_tokens", 16)
             known = type(recorded) is int and 1 <= recorded <= BLOCK_TOKENS_MAX
             return recorded if "blocks" in fields and known else 16
     raise ConfigError(name, "has no request, must have at least one line")
 
 
-def require_read_again(name: str) -> None:
-    """Refuses a pipe: what was read of it once is gone.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    path = Path(name)
-    if path.is_fifo() or path.is_socket() or path.is_char_device():
-        raise ConfigError(
-            name,
-            "is a pipe or a device, which can be read once only, must be a file; `penstock replay` "
-            "with --config and without --perfect-hints reads it once",
-        )
-
-
-def require_block_size(block_tokens: int) -> None:
-    """Refuses blocks that ids of 512 tokens cannot be divided into.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if MOONCAKE_BLOCK_TOKENS % block_tokens:
-        raise ConfigError(
-            "cache.block_tokens",
-            f"is {block_tokens}, must divide {MOONCAKE_BLOCK_TOKENS}: the trace has an id for "
-            f"every {MOONCAKE_BLOCK_TOKENS} tokens",
-        )
+def _wrong_count(line: MooncakeLine, id_tokens: int, wanted: int) -> str:
+    count, tokens = len(line.hash_ids), line.input_length
+    text = (
+        f"hash_ids has {count} ids, must have {wanted}: one for each {id_tokens} of {tokens} tokens"
+    )
+    likely = [size for size in LIKELY_ID_TOKENS if -(-tokens // size) == count]
+    return f"{text}; or --trace-block-tokens {likely[0]}" if len(likely) == 1 else text
 
 
 def _text_of(body: OpenAiBody) -> bytes:
@@ -716,44 +723,6 @@ def _text_of(body: OpenAiBody) -> bytes:
     if isinstance(body.prompt, str):
         parts.append(body.prompt.encode())
     return b"".join(parts)
-
-
-@contextmanager
-def _open(name: str) -> Iterator[IO[bytes]]:
-    with ExitStack() as opened:
-        if name in SHIPPED and not Path(name).exists():
-            packed = files("penstock.replay").joinpath("traces", f"{name}.jsonl.xz")
-            yield opened.enter_context(lzma.open(opened.enter_context(packed.open("rb"))))
-        elif Path(name).suffix == ".gz":
-            yield cast("IO[bytes]", opened.enter_context(gzip.open(name, "rb")))
-        elif Path(name).suffix == ".xz":
-            yield opened.enter_context(lzma.open(name, "rb"))
-        else:
-            yield opened.enter_context(Path(name).open("rb"))
-
-
-def _lines(name: str) -> Generator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers."""
-    number = 0
-    try:
-        with _open(name) as file:
-            while line := file.readline(LINE_BYTES_MAX + 1):
-                number += 1
-                if len(line) > LINE_BYTES_MAX:
-                    raise ConfigError(
-                        f"{name}:{number}",
-                        f"is longer than {LINE_BYTES_MAX} bytes, must be one request",
-                    )
-                if line.strip():
-                    yield number, line
-    except FileNotFoundError as error:
-        known = " and ".join(SHIPPED)
-        raise ConfigError(
-            name, f"is not there, must be a file or one of the traces {known}"
-        ) from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{name}:{number + 1}", f"cannot be read: {why}") from error
 
 
 def _is_cut(line: bytes, error: Exception) -> bool:
