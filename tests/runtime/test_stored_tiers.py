@@ -22,6 +22,7 @@ from tests.runtime.stored_engine import (
     Engine,
     all_but_the_last_block,
     on_disk,
+    processes_of,
     prompt,
     said,
     store_pid,
@@ -343,3 +344,23 @@ def test_folders_that_another_user_made_first_do_not_switch_shared_tiers_off(
         assert as_nobody(serve) == "done"
     finally:
         shutil.rmtree(root)
+
+
+def test_a_store_whose_folder_was_removed_is_found_by_the_next_session_and_by_other_engines(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "disk"
+    with Engine(folder) as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        store = store_pid(engine)
+        shutil.rmtree(folder)
+        engine.save(prompt(2))  # It is noticed by then, or by the next one.
+        engine.run_until((folder / "socket").exists)
+
+        engine.cache.change_weights("v2")
+        engine.wait_until_on()
+        with Engine(folder) as other:
+            other.wait_until_on()
+
+            assert processes_of(folder) == {store}

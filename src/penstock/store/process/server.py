@@ -178,6 +178,7 @@ class StoreServer:
         name of their arena, which may have a new owner by now."""
         self._deadlines: list[tuple[float, int]] = []
         self._number = 0
+        self._why_unreachable = ""
 
     def run(self, stop: int) -> None:
         """Serves until the descriptor is readable, then ends everything."""
@@ -224,6 +225,8 @@ class StoreServer:
                 self._tell_void(slot, NewGeneration(space, generation), voided=True)
             if (state := slot.news(now)) is not None:
                 self._send_state(slot, state)
+                if state.on:
+                    self._stay_reachable()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heappop(self._deadlines)
             self._cancel(number, "its deadline has passed")
@@ -234,6 +237,24 @@ class StoreServer:
                 self._flush(session)
 
     # Sessions.
+
+    def _stay_reachable(self) -> None:
+        """Listens again if the socket was removed with the folder: the tier is in the new one."""
+        if self._listener.is_in_place:
+            return
+        before = self._listener.descriptor
+        try:
+            self._listener.listen_again()
+        except UnavailableError as error:
+            if str(error) != self._why_unreachable:
+                self._why_unreachable = str(error)
+                logger.warning("store cannot be reached by new engines: cause=%s", error)
+            return
+        self._why_unreachable = ""
+        # The kernel forgot the old one when it was closed; its number may be in use already.
+        self._callbacks.pop(before, None)
+        self._watch(self._listener.descriptor, self._accept)
+        logger.warning("store listens again: socket=%s was removed", self._listener.path)
 
     def _accept(self, _events: int) -> None:
         for channel, peer in self._listener.accept():

@@ -86,6 +86,7 @@ class StoreListener:
         self._listener = listener
         self._lock = lock
         self._folder = folder
+        self._socket_id = _id_of(path)
         # Given up for a moment where no descriptor is left to accept a connection with.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -96,30 +97,22 @@ class StoreListener:
         Raises `StoreBusyError`: another process listens there; `UnavailableError`: the folder or
         the socket cannot be made.
         """
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with ExitStack() as undo:
-                folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                undo.callback(os.close, folder)
-                lock = os.open(
-                    f"{path.name}.lock",
-                    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-                    0o600,
-                    dir_fd=folder,
-                )
-                undo.callback(os.close, lock)
-                _take_lock(lock, path)
-                listener = undo.enter_context(_new_socket())
-                with suppress(FileNotFoundError):
-                    os.unlink(path.name, dir_fd=folder)
-                # Before it has a name: nobody else can connect, not even for a moment.
-                os.fchmod(listener.fileno(), 0o600)
-                listener.bind(_short_path(folder, path.name))
-                listener.listen(BACKLOG)
-                undo.pop_all()
-        except OSError as error:
-            raise UnavailableError(f"no socket at {path}: {error.strerror}") from error
-        return cls(path, listener, lock, folder)
+        return cls(path, *_listen(path, None))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether who connects to the path comes here: not if its folder was removed, say."""
+        return self._socket_id is not None and _id_of(self.path) == self._socket_id
+
+    def listen_again(self) -> None:
+        """Listens at the path anew, with another descriptor. Raises as `open`."""
+        listener, lock, folder = _listen(self.path, self._lock)
+        self._listener.close()
+        for before, now in ((self._lock, lock), (self._folder, folder)):
+            if before != now:
+                os.close(before)
+        self._listener, self._lock, self._folder = listener, lock, folder
+        self._socket_id = _id_of(self.path)
 
     @property
     def descriptor(self) -> int:
@@ -223,6 +216,51 @@ def _new_socket() -> socket.socket:
 
 def _set_buffer(channel: socket.socket) -> None:
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
+def _listen(path: Path, held: int | None) -> tuple[socket.socket, int, int]:
+    """A socket that listens at a path, the lock beside it, and their folder.
+
+    The lock is the one that is `held`, if that lies there.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, folder)
+            lock = os.open(
+                f"{path.name}.lock",
+                os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+                dir_fd=folder,
+            )
+            undo.callback(os.close, lock)
+            is_held = held is not None and os.path.sameopenfile(held, lock)
+            if not is_held:
+                _take_lock(lock, path)
+            listener = undo.enter_context(_new_socket())
+            with suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
+            # Before it has a name: nobody else can connect, not even for a moment.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(_short_path(folder, path.name))
+            listener.listen(BACKLOG)
+            undo.pop_all()
+    except OSError as error:
+        raise UnavailableError(f"no socket at {path}: {error.strerror}") from error
+    if held is None or not is_held:
+        return listener, lock, folder
+    os.close(lock)
+    return listener, held, folder
+
+
+def _id_of(path: Path) -> tuple[int, int] | None:
+    """Which file has this name; `None`: none that can be seen."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _short_path(folder: int, name: str) -> str:
