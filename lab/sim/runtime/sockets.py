@@ -135,6 +135,9 @@ def sim_socket_pair(
 class SimListener:
     """Where a simulated process listens."""
 
+    is_in_place = True
+    """Its folder is never removed."""
+
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, _EVENT_FLAGS)
         self._waiting: deque[tuple[SimSocket, SocketPeer]] = deque()
