@@ -49,7 +49,7 @@ _SNAPSHOT_EVERY = 16
 _LOSING_EVENTS = frozenset(
     {
         *(ev.Reset, ev.ChangeWeights, ev.EmptyDevice, ev.RankLost, ev.TierOn, ev.TierOff),
-        ev.Vanished,
+        *(ev.Vanished, ev.TierVoided),
     }
 )
 """Blocks that go with these were lost or found corrupt, and did not leave in their turn."""

@@ -29,8 +29,8 @@ def switch_off(driver: Driver) -> None:
     driver.handle(ev.TierOff(tier=STORE, fenced=False, why="it starts"))
 
 
-def switch_on(driver: Driver, *, kept: bool = True, voided: bool = False) -> None:
-    driver.handle(ev.TierOn(tier=STORE, kept=kept, voided=voided))
+def switch_on(driver: Driver, *, kept: bool = True) -> None:
+    driver.handle(ev.TierOn(tier=STORE, kept=kept))
     assert not driver.told(ef.Copy)
     driver.tick()
 
@@ -180,11 +180,78 @@ def test_nothing_is_written_behind_into_a_store_that_another_engine_has_voided(
     switch_off(driver)
     driver.store("abc")
 
-    switch_on(driver, kept=False, voided=True)
+    driver.handle(ev.TierVoided(tier=STORE, own=False))
+    switch_on(driver)
     driver.finish()
 
     assert driver.cached_in("store") == set()
     assert store_statistics(driver).saves_waiting == 0
+
+
+@pytest.mark.parametrize("write", ["write_through", "selective", "write_back", "exclusive"])
+def test_what_was_computed_before_another_engines_reset_is_never_written_again(
+    make_driver: MakeDriver, write: str
+) -> None:
+    policy = WritePolicy(kind=WriteKind(write))
+    driver = make_driver(
+        host=TierSettings(name="host", slot_count=4, low_watermark=0.5, high_watermark=0.5),
+        disk=stored(write=policy),
+    )
+    driver.store("ab")
+    driver.handle(ev.TierVoided(tier=STORE, own=False))
+
+    for _ in range(3):
+        driver.store("abc")  # Found above the store, hit often, and followed by a new block.
+    for prompt in ("wxyz", "stuv"):
+        driver.store(prompt)
+        driver.tick()
+        driver.finish()
+
+    assert driver.cached_in("store").isdisjoint({"a", "ab"})
+    assert driver.cached_in("store")
+
+
+def test_what_a_request_had_begun_before_another_engines_reset_is_not_written(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored())
+    begun = driver.acquire("abc").lease
+    driver.handle(ev.TierVoided(tier=STORE, own=False))
+    driver.commit(begun, "abc")
+    driver.release(begun)
+
+    driver.finish()
+
+    assert driver.cached_in("host") == {"a", "ab", "abc"}
+    assert driver.cached_in("store") == set()
+
+
+def test_a_block_that_is_computed_again_after_another_engines_reset_is_written(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=2, host=2, disk=stored())
+    driver.store("a")
+    driver.handle(ev.TierVoided(tier=STORE, own=False))
+    driver.store("x", "y", "z")  # No tier has the first one any more.
+
+    driver.store("a")
+
+    assert driver.cached_in("store") == {"a", "x", "y", "z"}
+
+
+def test_after_its_own_reset_an_engine_writes_what_it_computes_before_the_store_has_answered(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored())
+    driver.reset()
+    switch_off(driver)
+    driver.store("ab")
+    driver.handle(ev.TierVoided(tier=STORE, own=True))
+
+    switch_on(driver)
+    driver.finish()
+
+    assert driver.cached_in("store") == {"a", "ab"}
 
 
 def test_an_idle_engine_is_woken_for_what_no_copy_reminds_it_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.machine.events import Discovered, Prefetch, TierOff, TierOn
+from penstock.machine.events import Discovered, Prefetch, TierOff, TierOn, TierVoided
 from penstock.runtime.stored_tiers import FIND_KEYS_MAX, StoredTiers
 from penstock.store.base import OPENING, TierState
 from penstock.store.process.link import (
@@ -124,9 +124,22 @@ def test_after_a_loss_and_after_a_void_it_is_asked_from_the_beginning() -> None:
     scene.after(StoreBack())
     assert scene.link.pages_asked == 2
     scene.after(page(last=True))
-    assert scene.after(Voided(TIER, 7)) == [TierOff, TierOn]
+    assert scene.after(Voided(TIER, 7)) == [TierVoided]
     scene.after(state())
     assert scene.link.pages_asked == 3
+
+
+def test_a_tier_that_is_voided_while_it_is_off_keeps_its_reason() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+    scene.after(state(on=False))
+    scene.link.results = [Voided(TIER, 7), Voided(TIER, 8, own=True)]
+
+    assert list(scene.tiers.collect()) == [
+        TierVoided(tier=TIER, own=False),
+        TierVoided(tier=TIER, own=True),
+    ]
 
 
 def test_a_tier_that_the_store_has_switched_off_is_off_with_its_reason() -> None:

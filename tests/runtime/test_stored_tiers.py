@@ -364,3 +364,24 @@ def test_a_store_whose_folder_was_removed_is_found_by_the_next_session_and_by_ot
             other.wait_until_on()
 
             assert processes_of(folder) == {store}
+
+
+def test_what_an_engine_has_from_before_the_reset_of_another_is_not_written_after_it(
+    tmp_path: Path,
+) -> None:
+    folder, before, longer = tmp_path / "disk", prompt(1, 4), prompt(1, 8)
+    with Engine(folder) as engine, Engine(folder) as other:
+        engine.wait_until_on()
+        other.wait_until_on()
+        engine.save(before)
+        other.cache.reset("weights in place")
+        other.run_until(lambda: said(other).reset_confirmed)
+        engine.run_until(lambda: on_disk(engine) == 0)
+
+        kept = engine.save(longer)
+        with Engine(folder) as third:
+            third.wait_until_on()
+            third.run_until(lambda: on_disk(third) == 4)
+
+            assert kept == len(before), "it has them in its own memory"
+            assert third.answer(longer) == 0

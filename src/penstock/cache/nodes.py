@@ -42,9 +42,11 @@ _SORTED_AT_ONCE = 16_384
 _ONE = np.int32(1)
 """Of the counts' own type: `np.add.at` takes three to twenty times as long with an int."""
 _ONE_COPY = np.int16(1)
+_TIER_BITS = 31
+"""Tiers beyond these share a bit: then fewer blocks are written than might be, never more."""
 _ARRAYS = (
     *("parent", "child_count", "copy_count", "tenant", "hits", "pins", "priority", "run"),
-    "weights",
+    *("weights", "outdated"),
 )
 
 
@@ -82,6 +84,9 @@ class NodeTable:
         """Those of new nodes."""
         self.is_mixed = False
         """Whether there may be nodes of several weights."""
+        self.outdated = np.zeros(capacity, dtype=np.int32)
+        """A bit for each tier that another engine has voided since the block was computed."""
+        self._has_outdated = False
         self._unused = _Numbers(capacity)
         self._look_at_arrays()
 
@@ -210,6 +215,8 @@ class NodeTable:
         self.priority[place] = 0
         if self.is_mixed:
             self.weights[place] = self.weights_now
+        if self._has_outdated:
+            self.outdated[place] = 0
         return nodes
 
     def add_forest(
@@ -238,6 +245,8 @@ class NodeTable:
         self.parent[nodes] = before
         if self.is_mixed:
             self.weights[nodes] = self.weights_now
+        if self._has_outdated:
+            self.outdated[nodes] = 0
         np.add.at(self.child_count, before[before != NOWHERE], _ONE)
         self.tenant[nodes] = tenant
         place = np.arange(count, dtype=np.int32)
@@ -317,6 +326,8 @@ class NodeTable:
         left = self.copy_count.take(nodes) - _ONE_COPY
         self.copy_count[nodes] = left
         self._copied -= len(nodes) - int(np.count_nonzero(left))
+        if self._has_outdated:
+            self.outdated[nodes[left == 0]] = 0
 
     def use_weights(self, number: int) -> None:
         """From now on new nodes are of these weights; those that are there keep theirs."""
@@ -326,6 +337,22 @@ class NodeTable:
     def of_weights_now(self, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Those of some nodes that were computed with the weights of now."""
         return nodes[self.weights[nodes] == self.weights_now] if self.is_mixed else nodes
+
+    def outdate_all(self, tier: int) -> None:
+        """Every block that has a copy now is older than what may be written into a tier."""
+        self.outdate(np.flatnonzero(self.copy_count).astype(np.int32), tier)
+
+    def outdate(self, nodes: NDArray[np.int32], tier: int) -> None:
+        """These blocks are older than what may be written into a tier."""
+        self.outdated[nodes] |= 1 << tier % _TIER_BITS
+        self._has_outdated = True
+
+    def not_outdated(self, nodes: NDArray[np.int32], tier: int) -> NDArray[np.int32]:
+        """Those of some nodes that may be written into a tier."""
+        if not self._has_outdated:
+            return nodes
+        may: NDArray[np.int32] = nodes[self.outdated[nodes] & 1 << tier % _TIER_BITS == 0]
+        return may
 
     def hollow_count(self) -> int:
         """How many known blocks have no copy anywhere."""

@@ -218,6 +218,8 @@ class LeaseRecord:
     """The copies it waits for."""
     cached_by_tier: tuple[int, ...] = ()
     """Tokens found in each tier, device first."""
+    outdated: set[int] = field(default_factory=set)
+    """Tiers that another engine has voided since it began: nothing of it is written there."""
     twins: list[int] = field(default_factory=list)
     """Slots of blocks that another request published first; held, so that the blocks this
     request publishes after them stay reachable."""

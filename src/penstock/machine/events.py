@@ -9,7 +9,7 @@
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
 | `RankLost RankBack TierOff TierOn`            | the runtime                     |
-| `Discovered Vanished`                         | the runtime, for a store        |
+| `Discovered Vanished TierVoided`              | the runtime, for a store        |
 | `Tick Reset ChangeWeights EmptyDevice`        | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.
@@ -229,9 +229,18 @@ class TierOn(Event, frozen=True, kw_only=True):
     tier: int
     kept: bool
     """Whether its bytes are still there."""
-    voided: bool = False
-    """Of a stored tier: another engine has voided its blocks. What this one would have written is
-    from before that, and is not written."""
+
+
+class TierVoided(Event, frozen=True, kw_only=True):
+    """A reset has voided what lay in a stored tier, whether the tier is on or off.
+
+    What this engine has computed before it was told of the reset of another one is not written
+    there any more: that one would find it, and take it for computed since.
+    """
+
+    tier: int
+    own: bool
+    """Whether this engine was reset itself: then all that it has is from after that."""
 
 
 class Discovered(Event, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Reset,
         TierOff,
         TierOn,
+        TierVoided,
         Vanished,
     )
     from penstock.vocabulary.keys import Key
@@ -163,18 +164,36 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
     """A tier can be used again; if its bytes are gone, so are its blocks."""
     tier = _lower_tier(books, event.tier)
     if not event.kept:
-        for operation in _operations_of(books, tier):
-            if operation.state is OperationState.RUNNING:
-                failure = f"tier {tier.name} lost its bytes"
-                copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
-        _empty(books, tier, MissReason.LOST, now, tier.name)
+        _lose_bytes(books, tier, now, f"tier {tier.name} lost its bytes")
     tier.on = True
     books.history.add(now, "tier on", tier.name)
     if tier.settings.stored:
-        if event.voided:
-            books.backlogs[tier.index].clear()
         # Written from the next step on: what lies in the tier stays as it is until then.
         books.backlogs[tier.index].resume()
+
+
+def tier_voided(books: Books, event: TierVoided, now: float) -> None:
+    """A reset has voided what lay in a stored tier; that of another engine leaves ours to us."""
+    tier = _lower_tier(books, event.tier)
+    if not tier.settings.stored:
+        raise ValueError(f"tier {tier.name} is not stored, must be to be voided")
+    _lose_bytes(books, tier, now, f"tier {tier.name} was voided")
+    books.losses += 1
+    books.history.add(now, "tier voided", tier.name)
+    if event.own:
+        return
+    books.backlogs[tier.index].clear()
+    books.nodes.outdate_all(tier.index)
+    for lease in books.leases.values():
+        lease.outdated.add(tier.index)
+
+
+def _lose_bytes(books: Books, tier: Tier, now: float, failure: str) -> None:
+    """What lay in a tier is there no more; what is under way there fails."""
+    for operation in _operations_of(books, tier):
+        if operation.state is OperationState.RUNNING:
+            copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
+    _empty(books, tier, MissReason.LOST, now, tier.name)
 
 
 def discovered(books: Books, event: Discovered, now: float) -> None:

@@ -141,6 +141,7 @@ def fork(books: Books, event: Fork, now: float) -> None:
         tail_key=lease.tail_key,
         frontier=None,
         store=lease.store,
+        outdated=set(lease.outdated),
         priority=lease.priority,
         ttl_s=lease.ttl_s,
         keep_blocks=lease.keep_blocks,
@@ -191,6 +192,8 @@ def commit(books: Books, event: Commit, now: float) -> None:
         lease.tail_key = event.keys[-1]
         books.history.add(now, "published", lease.request, list(event.keys), f"lease={lease.id}")
         if len(published):
+            for tier in lease.outdated:
+                books.nodes.outdate(published, tier)
             copies.announce(books, books.device, published)
             if lease.priority or lease.ttl_s is not None:
                 until = None if lease.ttl_s is None else now + lease.ttl_s

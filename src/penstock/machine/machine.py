@@ -259,6 +259,7 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.RankBack: faults.rank_back,
     ev.TierOff: faults.tier_off,
     ev.TierOn: faults.tier_on,
+    ev.TierVoided: faults.tier_voided,
     ev.Discovered: faults.discovered,
     ev.Vanished: faults.vanished,
     ev.Tick: _tick,

@@ -56,7 +56,7 @@ def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[n
     if not tier.settings.stored:
         return nodes
     # A store keeps blocks of other weights apart: those that stayed in memory are not for now.
-    nodes = books.nodes.of_weights_now(nodes)
+    nodes = books.nodes.not_outdated(books.nodes.of_weights_now(nodes), tier.index)
     under_way = books.rates.hops[HUB, tier.index].queued
     admitted = nodes[: max(0, saves_max(books, books.tier(HUB).pool.slot_count) - under_way)]
     books.counters.saves_skipped += len(nodes) - len(admitted)

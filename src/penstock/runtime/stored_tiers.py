@@ -9,7 +9,7 @@ has arrived.
 | a rank's part of a copy has ended | `CopyReport`                                               |
 | blocks are there                  | `Discovered`: page by page, or as a prefetch has asked     |
 | blocks were given up              | `Vanished`                                                 |
-| a reset has voided the blocks     | `TierOff`, then `TierOn` without what was there            |
+| a reset has voided the blocks     | `TierVoided`                                               |
 | a tier is off, or on again        | `TierOff`, `TierOn` with what was there                    |
 | nothing: it is lost               | `TierOff`; the link reports on copies when it is seen dead |
 """
@@ -40,6 +40,7 @@ from penstock.machine.events import (
     Searched,
     TierOff,
     TierOn,
+    TierVoided,
     Vanished,
 )
 from penstock.machine.statistics import StoreStatistics
@@ -404,9 +405,7 @@ class StoredTiers:
 
     def _void(self, voided: Voided) -> Iterator[Event]:
         self._listed.discard(voided.tier)
-        yield TierOff(tier=voided.tier, fenced=False, why="its blocks were voided")
-        if self._on[voided.tier]:
-            yield TierOn(tier=voided.tier, kept=False, voided=not voided.own)
+        yield TierVoided(tier=voided.tier, own=voided.own)
 
     def _page(self, page: Paged) -> Iterator[Event]:
         self._paging.discard(page.tier)
