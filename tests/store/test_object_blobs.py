@@ -481,7 +481,7 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path) -> Non
     blobs = FolderBlobs(tmp_path)
     put(blobs, {"a/1": b"first"})
     blobs.replace("a/r", b"record", timeout_s=SOON_S)
-    for root in ("values", "records"):
+    for root in ("values", "records", "unfinished"):
         shutil.rmtree(tmp_path / root)
 
     put(blobs, {"a/1": b"again"})

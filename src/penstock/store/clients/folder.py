@@ -48,6 +48,7 @@ FOLDERS_KEPT = 256
 """Folders whose paths are remembered: one for each model, generation and piece."""
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Without following a link, nor waiting for the other end of a pipe."""
+NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 OF_THE_FILE = frozenset({errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO})
 """Errors of one file: the value is none, and is removed. Where that fails too, the folder does."""
 BUFFERS_MAX = 512
@@ -188,7 +189,11 @@ class FolderBlobs(BlobStore):
 
     def _write(self, buffers: Sequence[memoryview]) -> str:
         path = f"{self._unfinished}/{secrets.token_hex(16)}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            file = os.open(path, NEW_FLAGS, 0o600)
+        except FileNotFoundError:  # Somebody has removed all there was.
+            os.makedirs(self._unfinished, exist_ok=True)
+            file = os.open(path, NEW_FLAGS, 0o600)
         try:
             _write_all(file, [each.cast("B") for each in buffers if each.nbytes])
         except OSError:
