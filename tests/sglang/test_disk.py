@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.sglang
 
 ONE = {"lengths": [400], "seed": 9}
+PAGE_BYTES = PAGE * 2 * 2 * 32 * 4 * 4
+"""K and V of two heads of 32 numbers of four bytes, in four layers."""
 
 
 def test_after_kill_9_the_next_engine_answers_from_the_disk_and_without_a_store(
@@ -67,12 +69,13 @@ def test_damage_on_the_disk_is_counted_and_computed(run: Run, tmp_path: Path) ->
         disk=str(disk),
         dies=True,
     )[0][1]
-    for segment in disk.rglob("*.seg*"):
-        content = bytearray(segment.read_bytes())
-        # Behind the table: what lies there are blocks.
-        for place in range(2 << 20, len(content), 4096):
-            content[place] ^= 1
-        segment.write_bytes(content)
+    [segment] = disk.rglob("*.segment")
+    content = bytearray(segment.read_bytes())
+    end = len(content.rstrip(b"\0"))
+    # The last that was written are the pages, with a trailer each: of every one a bit is flipped.
+    for place in range(end - 25 * (PAGE_BYTES + 4096) + PAGE_BYTES // 2, end, PAGE_BYTES + 4096):
+        content[place] ^= 1
+    segment.write_bytes(content)
 
     _, again, counts = run([{"do": "store"}, ONE, {"do": "counts"}], **PENSTOCK, disk=str(disk))[0]
 
