@@ -10,9 +10,9 @@ PAGE = 16
 LENGTHS = [400, 420, 440, 460, 470, 485]
 HITS = [(length - 1) // PAGE * PAGE for length in LENGTHS]
 """Tokens of each prompt that can be restored: the last token is always computed."""
-SIX = {"lengths": LENGTHS, "alone": True}
+SIX = {"lengths": LENGTHS, "alone": True, "max_tokens": 8}
 """Together more tokens than a device pool of `SMALL` has."""
-OTHERS = {**SIX, "seed": 4}
+OTHERS = {**SIX, "seed": 4, "max_tokens": 2}
 """As many, which evict them."""
 SMALL = 2048
 PENSTOCK = {"linker": True, "pool": SMALL}

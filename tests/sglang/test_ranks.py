@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from oracle import HITS, OTHERS, PENSTOCK, SIX, host_hits, same
+from oracle import HITS, OTHERS, SIX, host_hits, same
 
 if TYPE_CHECKING:
     from conftest import Run
 
 pytestmark = pytest.mark.sglang
 
-FIRST = {"lengths": SIX["lengths"][:1]}
+THREE = {**SIX, "lengths": SIX["lengths"][:3]}
+OTHER = {**OTHERS, "lengths": OTHERS["lengths"][:3]}
+FIRST = {**SIX, "lengths": SIX["lengths"][:1]}
 
 
 def two_cores() -> str:
@@ -25,30 +27,31 @@ def two_cores() -> str:
 def test_two_ranks_load_their_parts_and_agree_on_what_is_damaged_on_one(run: Run) -> None:
     results, printed = run(
         [
-            SIX,
-            OTHERS,
-            SIX,
-            OTHERS,
+            THREE,
+            OTHER,
+            THREE,
+            OTHER,
             {"do": "tamper", "word": "flip"},
-            SIX,
+            THREE,
             {"do": "tamper", "word": ""},
-            OTHERS,
+            OTHER,
             {"do": "tamper", "word": "late"},
             {"do": "refused", **FIRST},
             {"do": "tamper", "word": ""},
             FIRST,
         ],
-        **PENSTOCK,
+        linker=True,
+        pool=1024,
         options={"tp_size": 2},
         # Without it SGLang wants a NUMA node for each rank.
         environment={"SGLANG_CPU_OMP_THREADS_BIND": two_cores()},
     )
 
     cold, _, hit, _, _, damaged, _, _, _, refused, _, after = results
-    assert host_hits(cold) == [0] * 6
-    assert host_hits(hit) == HITS
+    assert host_hits(cold) == [0] * 3
+    assert host_hits(hit) == HITS[:3]
     assert same(hit, cold)
-    assert host_hits(damaged) == [0] * 6
+    assert host_hits(damaged) == [0] * 3
     assert same(damaged, cold), "no request ends in an error"
     assert refused["status"] == 503, "damaged after it was verified: SGLang can only refuse it"
     assert same(after, {"rows": cold["rows"][:1]})
