@@ -90,16 +90,17 @@ def server(folder: Path, model: Path) -> Iterator[str]:
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in HERE.items()
     )
-    process = subprocess.Popen(
-        f"exec {command.replace('MODEL', str(model))} {options} --max-total-tokens 1024 "
-        f"--skip-tokenizer-init --port {port}",
-        shell=True,
-        cwd=folder,
-        env=ENVIRONMENT,
-        stdout=(folder / "printed").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    with (folder / "printed").open("w") as printing:
+        process = subprocess.Popen(
+            f"exec {command.replace('MODEL', str(model))} {options} --max-total-tokens 1024 "
+            f"--skip-tokenizer-init --port {port}",
+            shell=True,
+            cwd=folder,
+            env=ENVIRONMENT,
+            stdout=printing,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + ENGINE_S
