@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.config import parse_config
+from penstock.connectors.sglang.versions import TESTED as SGLANG_TESTED
 from penstock.connectors.vllm.versions import TESTED
 from penstock.doctor.checks import (
     CHECKS,
@@ -476,6 +477,7 @@ def test_tested_versions_are_those_that_the_tests_run_with() -> None:
         assert parts == [str(part) for part in tested], name
     vllm = (root / ".ci" / "vllm-environment").read_text()
     assert f"{'.'.join(map(str, TESTED[0]))}." in vllm
+    assert pinned["sglang"] == ".".join(map(str, SGLANG_TESTED[0]))
 
 
 @pytest.mark.parametrize(
@@ -488,7 +490,8 @@ def test_tested_versions_are_those_that_the_tests_run_with() -> None:
         ({"vllm": "0.32.1", "torch": "2.6.0"}, ["ok"]),
         ({"vllm": "0.33.0"}, ["ok"]),
         ({"vllm": "0.40.0"}, ["warning"]),
-        ({"sglang": "0.5", "mooncake-transfer-engine": "0.3.13.post1"}, ["ok", "ok"]),
+        ({"sglang": "0.5.23", "torch": "2.14.1"}, ["ok"]),
+        ({"sglang": "0.5.22", "mooncake-transfer-engine": "0.3.13.post1"}, ["warning", "ok"]),
         ({"mooncake-transfer-engine": "0.3.9"}, ["warning"]),
     ],
 )

@@ -34,6 +34,8 @@ from penstock.config.shared_stores import (
     port_range,
 )
 from penstock.config.values import EngineTable, ServeTable
+from penstock.connectors.base.settings import is_version, name_versions
+from penstock.connectors.sglang.versions import TESTED as SGLANG_TESTED
 from penstock.connectors.vllm.versions import TESTED, is_tested, tested_versions
 from penstock.doctor.facts import SERVER_EXTRAS
 from penstock.errors import counted, install_hint, server_install_hint
@@ -526,10 +528,20 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
         )
     elif vllm is not None:
         yield _ok(f"vllm {vllm}, as tested")
+    sglang = facts.package("sglang")
+    if sglang is not None and not is_version(sglang, SGLANG_TESTED):
+        yield _warning(
+            f"sglang {sglang}; the linker is tested with {name_versions(SGLANG_TESTED)}, off with "
+            "others",
+            f'pip install "sglang=={_dotted(SGLANG_TESTED[0])}", or penstock sglang-config '
+            "--any-version",
+        )
+    elif sglang is not None:
+        yield _ok(f"sglang {sglang}, as tested")
     for name, tested in TESTED_PACKAGES.items():
         found = facts.package(name)
-        # vLLM brings the torch that it was built for.
-        if found is None or (name == "torch" and vllm is not None):
+        # Engines bring the torch that they were built for.
+        if found is None or (name == "torch" and (vllm or sglang)):
             continue
         if found.split(".")[: len(tested)] == [str(part) for part in tested]:
             yield _ok(f"{name} {found}, as tested")
@@ -538,9 +550,6 @@ def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
                 f"{name} {found}; Penstock is tested with {_dotted(tested)}",
                 f'if something is wrong, pip install "{name}=={_dotted(tested)}.*" first',
             )
-    if (found := facts.package("sglang")) is not None:
-        seen = f"sglang {found}; Penstock has no connector for it, `penstock dashboard` shows it"
-        yield _ok(seen)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
