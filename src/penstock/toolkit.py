@@ -90,10 +90,10 @@ if TYPE_CHECKING:
     from penstock.vocabulary.arguments import as_tuple as as_tuple
 
     # Traces of requests, and pages and tables about them.
-    from penstock.replay.plan import COLOURS as COLOURS
-    from penstock.replay.plan import LineChart as LineChart
-    from penstock.replay.plan import STYLE as STYLE
-    from penstock.replay.plan import round_step as round_step
+    from penstock.replay.page import COLOURS as COLOURS
+    from penstock.replay.page import LineChart as LineChart
+    from penstock.replay.page import STYLE as STYLE
+    from penstock.replay.page import round_step as round_step
     from penstock.replay.trace import Recorder as Recorder
     from penstock.replay.trace import recorder_of as recorder_of
     from penstock.replay.report import text_table as text_table

@@ -14,15 +14,17 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
+from penstock.replay.advice import ENOUGH, CachePlan, CellFound, PlanCell, sentence_on_the_gap
+from penstock.replay.page import LineChart, page_of, round_sizes
 from penstock.replay.plan import (
-    ENOUGH,
-    CachePlan,
-    LineChart,
+    ADAPTIVE,
+    LRU,
+    WRITES,
+    FirstPass,
     Planner,
     PlanSettings,
     cells_of,
-    page_of,
-    round_sizes,
+    default_sizes,
 )
 from penstock.replay.simulation import Speeds
 from tests.serve import browser
@@ -46,25 +48,51 @@ def trace(tmp_path: Path) -> str:
 
 def settings_for(trace: str, **others: object) -> PlanSettings:
     # A block of 16 tokens takes 1 MiB.
-    known = {"device_gib": 10 * MIB, "host_gib": (0.0, 40 * MIB, 80 * MIB, 160 * MIB)}
+    known = {
+        "device_gib": 10 * MIB,
+        "host_gib": (0.0, 40 * MIB, 80 * MIB, 160 * MIB),
+        "policies": (LRU,),
+        "writes": WRITES[:1],
+    }
     return PlanSettings(trace=trace, token_bytes=1 << 16, **{**known, **others})  # type: ignore[arg-type]
 
 
-def plan_for(trace: str, *, jobs: int = 1, **others: object) -> CachePlan:
-    return Planner(settings_for(trace, **others), jobs=jobs, progress=lambda *_: None).run()
+class Watched:
+    """What a plan said while it was made."""
+
+    def __init__(self) -> None:
+        self.estimates: list[dict[PlanCell, float]] = []
+        self.replayed: dict[PlanCell, float] = {}
+        self.counts: list[tuple[int, int]] = []
+
+    def reading(self, found: FirstPass, *, ended: bool) -> None:
+        assert ended
+        assert not self.counts
+        self.estimates.append({cell: found.estimate(cell) for cell in cells_of(found.settings)})
+
+    def ended(self, found: tuple[PlanCell, CellFound] | None, done: int, total: int) -> None:
+        self.counts.append((done, total))
+        if found is not None:
+            self.replayed[found[0]] = found[1].token_rate
+
+
+def plan_for(
+    trace: str, *, jobs: int = 1, watch: Watched | None = None, **others: object
+) -> CachePlan:
+    return Planner(settings_for(trace, **others), jobs=jobs, watch=watch or Watched()).run()
 
 
 def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -> None:
     plan = plan_for(trace)
 
-    rates = {row.cell.host_gib: row.report.token_rate for row in plan.rows}
+    rates = {row.cell.host_gib: row.found.token_rate for row in plan.rows}
     # LRU finds nothing of a loop that is larger than its room.
     assert rates[0.0] == rates[40 * MIB] == 0.0
     assert rates[80 * MIB] == rates[160 * MIB] == pytest.approx(48 * 96 / 6000)
     assert plan.recommended.cell.host_gib == 80 * MIB
     assert f"{ENOUGH:.0%}" in plan.recommended.reason
     assert "try larger" not in plan.recommended.reason
-    assert all(row.report.token_rate <= row.best_rate for row in plan.rows)
+    assert all(row.found.token_rate <= row.best_rate for row in plan.rows)
     assert [row.tokens_per_gib for row in plan.rows] == [
         None,
         0.0,
@@ -115,8 +143,34 @@ def test_the_bound_never_falls_with_more_room(trace: str) -> None:
     assert {row.total_gib for row in plan.rows} <= {size for size, _ in plan.bound}
 
 
+def test_lru_with_write_through_is_known_from_one_pass_and_the_replay_agrees(trace: str) -> None:
+    watch = Watched()
+
+    plan = plan_for(trace, watch=watch)
+    replayed = {
+        host: plan_for(trace, host_gib=(host,)).rows[0].found
+        for host in (40 * MIB, 80 * MIB, 160 * MIB)
+    }
+
+    # Without the smaller device in the plan, its share is not known, and all is replayed.
+    assert [cell.host_gib for cell in watch.replayed] == [0.0]
+    assert {row.cell.host_gib: row.found for row in plan.rows if row.cell.host_gib} == replayed
+    assert watch.estimates == [{row.cell: row.found.token_rate for row in plan.rows}]
+
+
+def test_a_trace_with_hints_is_replayed(trace: str) -> None:
+    with open(trace, "a", encoding="utf-8") as file:
+        line = {"timestamp": 60_000, "tokens": [1] * 100, "penstock": {"keep_tokens": 0}}
+        file.write(f"{json.dumps(line)}\n")
+    watch = Watched()
+
+    plan = plan_for(trace, watch=watch)
+
+    assert list(watch.replayed) == [row.cell for row in plan.rows]
+
+
 def test_a_plan_is_the_same_with_several_processes(trace: str) -> None:
-    sizes = {"host_gib": (0.0, 80 * MIB), "policies": ("lru", "s3fifo")}
+    sizes = {"host_gib": (0.0, 80 * MIB), "policies": (LRU, ADAPTIVE), "writes": WRITES}
 
     assert plan_for(trace, jobs=2, **sizes) == plan_for(trace, **sizes)
 
@@ -130,10 +184,14 @@ def test_a_wrong_line_ends_a_plan_of_several_processes_with_its_message(trace: s
 
 
 def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
-    planner = Planner(settings_for(trace), jobs=2, progress=lambda *_: None)
-    # Whoever opens a pipe that nobody writes waits: no replay ends before the kill.
-    os.unlink(trace)
-    os.mkfifo(trace)
+    class BlocksReplays(Watched):
+        """Whoever opens a pipe that nobody writes waits: no replay ends before the kill."""
+
+        def reading(self, found: FirstPass, *, ended: bool) -> None:
+            super().reading(found, ended=ended)
+            os.unlink(trace)
+            os.mkfifo(trace)
+
     before = multiprocessing.active_children()
 
     def kill_one() -> None:
@@ -146,7 +204,7 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
     killer = threading.Thread(target=kill_one)
     killer.start()
     with pytest.raises(UnavailableError, match=r"process of the plan was killed.* fewer --jobs"):
-        planner.run()
+        plan_for(trace, jobs=2, watch=BlocksReplays())
     killer.join()
 
     # A thread of the pool may have waited for them first, and be about to say so.
@@ -158,22 +216,65 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
 
 
 def test_with_rates_the_recommended_sizes_are_tried_under_other_loads(trace: str) -> None:
-    seen: list[tuple[int, int]] = []
-    settings = settings_for(trace, host_gib=(80 * MIB,), speeds=Speeds(prefill_tokens_per_s=100.0))
+    watch = Watched()
 
-    plan = Planner(settings, jobs=1, progress=lambda *each: seen.append(each)).run()
+    plan = plan_for(
+        trace, host_gib=(80 * MIB,), speeds=Speeds(prefill_tokens_per_s=100.0), watch=watch
+    )
 
-    firsts = [row.report.first_token.mean_s for row in plan.loads if row.report.first_token]
+    firsts = [row.found.first_token.mean_s for row in plan.loads if row.found.first_token]
     assert [row.cell.stretch for row in plan.loads] == [0.5, 1.0, 2.0]
     # A prompt arrives every second and takes one to compute: under twice the load, they queue.
     assert firsts[0] > firsts[1] == pytest.approx(firsts[2])
-    assert seen == [(done, 4) for done in range(1, 5)]
+    assert watch.counts == [(done, 4) for done in range(1, 5)]
+
+
+def test_sizes_that_nobody_gave_are_larger_than_the_device(trace: str) -> None:
+    settings = settings_for(trace, device_gib=40.0, host_gib=(), policies=(LRU, ADAPTIVE))
+    cells = cells_of(PlanSettings(trace=trace, token_bytes=1, device_gib=40.0))
+
+    assert default_sizes(40.0) == (0.0, 64.0, 128.0, 256.0)
+    assert default_sizes(0.5) == (0.0, 1.0, 2.0, 4.0)
+    assert {cell.host_gib for cell in cells_of(settings)} == set(default_sizes(40.0))
+    assert {(cell.policy, cell.write) for cell in cells if cell.host_gib} == {
+        (policy, write) for policy in (LRU, ADAPTIVE) for write in WRITES
+    }
+
+
+def test_a_host_tier_that_is_no_larger_than_the_device_is_told_of(trace: str) -> None:
+    small = plan_for(trace, device_gib=20 * MIB, host_gib=(0.0, 10 * MIB))
+    exclusive = plan_for(trace, device_gib=20 * MIB, host_gib=(10 * MIB,), writes=WRITES[1:])
+
+    (note,) = small.notes
+    assert note.startswith("A host tier of 0.00976562 GiB is not larger than the device, 0.0195312")
+    assert note in page_of(small)
+    assert exclusive.notes == []
+
+
+def test_one_sentence_says_what_closes_the_gap(trace: str) -> None:
+    host = 70 * MIB
+    apart = plan_for(trace, host_gib=(host,), writes=WRITES)
+    alone = plan_for(trace, host_gib=(60 * MIB, 160 * MIB))
+    all_found = plan_for(trace, host_gib=(160 * MIB,))
+
+    assert apart.gap == (
+        "In this room lru with write_through finds 51.20% and the best possible is 76.80%: of "
+        "these 25.60 points exclusive closes 21.60; hints of clients may close more (penstock "
+        "replay --perfect-hints says how much)."
+    )
+    small = sentence_on_the_gap(alone.rows, alone.rows[0].cell)
+    assert "74.67 points nothing that was tried closes any; hints" in small
+    assert small.endswith("; lru, 0.15625 GiB of host memory (write_through) finds 76.80%.")
+    assert all_found.gap == (
+        "In this room lru with write_through finds as much as any policy could, 76.80%."
+    )
 
 
 def test_a_disk_is_tried_below_a_host_tier_only(trace: str) -> None:
     cells = cells_of(settings_for(trace, host_gib=(0.0, 1.0), disk_gib=(0.0, 2.0)))
 
     assert [(cell.host_gib, cell.disk_gib) for cell in cells] == [(0, 0), (1, 0), (1, 2)]
+    assert [cell.write for cell in cells] == ["", "write_through", "write_through"]
     with pytest.raises(ConfigError, match="--host-gib: is 0, must be more with a disk"):
         cells_of(settings_for(trace, host_gib=(0.0,), disk_gib=(2.0,)))
 
@@ -189,8 +290,8 @@ def test_requests_that_do_not_fit_on_the_device_count_nowhere_and_are_told(
     page = page_of(plan)
 
     (row,) = plan.rows
-    assert row.report.refused == 2
-    assert row.report.token_rate == row.best_rate == pytest.approx(48 * 96 / 6000)
+    assert row.found.refused == 2
+    assert row.found.token_rate == row.best_rate == pytest.approx(48 * 96 / 6000)
     assert "2 requests have more blocks than they can get: they were left out" in page
     sizes = ["--device-gib", f"{10 * MIB}", "--host-gib", f"{160 * MIB}", "--kv-bytes", "65536"]
     assert run(["plan", trace, *sizes, "--jobs", "1"]) == 0
@@ -230,7 +331,8 @@ def test_the_page_has_curves_and_nothing_from_elsewhere(trace: str) -> None:
     tags.feed(page_of(plan_for(trace, speeds=Speeds(prefill_tokens_per_s=1000.0))))
 
     assert tags.names.count("svg") == 2
-    assert tags.names.count("polyline") == 3
+    # What was tried, LRU over all the room, and the bound; and what each GiB more brings.
+    assert tags.names.count("polyline") == 4
     assert "script" not in tags.names
     assert not tags.references
 
@@ -278,8 +380,8 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
 
     printed = capsys.readouterr().out
     assert status == 0
-    assert "recommended: 0.2 GiB of host memory, 0 GiB of disk, lru" in printed
-    assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 2
+    assert f"recommended: {LRU}, 0.2 GiB of host memory (" in printed
+    assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 6
     assert "<svg" in (tmp_path / "new" / "p.html").read_text(encoding="utf-8")
 
 
@@ -291,6 +393,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
         (["--html", "-"], "--html: is '-', must be a file of its own"),
         (["--html", "x", "--json", "./x"], "--html: is 'x', must be a file of its own"),
         (["--policy", "best"], "--policy: is 'best', must be one of"),
+        (["--write", "write_back"], "--write: is 'write_back', must be one of write_through, exc"),
         (["--bandwidth", "host=1", "--bandwidth", "host=2"], "names 'host' twice, must be given"),
         (["--bandwidth", "tape=1"], "names 'tape', must be one of host, disk"),
     ],

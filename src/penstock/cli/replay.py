@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +22,10 @@ from penstock.cli.conventions import (
     write_text,
 )
 from penstock.config import load_config, parse_config
+from penstock.replay.advice import name_of
 from penstock.replay.lines import SHIPPED, copies_of_pipes
-from penstock.replay.plan import HEADS, Planner, PlanSettings, page_of, row_texts
+from penstock.replay.page import columns_of, loads_of, page_of
+from penstock.replay.plan import ADAPTIVE, HOST_SIZES, LRU, WRITES, Planner, PlanSettings, cells_of
 from penstock.replay.report import LEFT_OUT, describe, report_on, text_table
 from penstock.replay.simulation import BestPossible, Replay, Speeds, sized_cache
 from penstock.replay.trace import ID_TOKENS, PerfectHints, TraceReader, natural_block_tokens
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from penstock.config import Config
-    from penstock.replay.plan import CachePlan
+    from penstock.replay.advice import CachePlan, CellFound, PlanCell
+    from penstock.replay.plan import FirstPass
 
 
 KV_BYTES = 131_072
@@ -218,27 +222,41 @@ def _read_bandwidth(given: str) -> tuple[str, float]:
 GIB_MIN, GIB_MAX = 1e-6, 1 << 20
 TIERS = ("host", "disk")
 CORES = os.cpu_count() or 1
+BOTH_WRITES = ",".join(WRITES)
+
+
+PlannedTraceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE", help=f"A file of requests, a pipe, -, or one of {', '.join(SHIPPED)}."
+    ),
+]
+DeviceGibOption = Annotated[float, typer.Option(metavar="N", help="Room for KV on the device.")]
+HostGibOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N",
+        help=f"Sizes of the host tier to try; 0 and {HOST_SIZES} above the device's if not given.",
+    ),
+]
+DiskGibOption = Annotated[str, typer.Option(metavar="N,N", help="Sizes of a disk below it to try.")]
+PolicyOption = Annotated[str, typer.Option(metavar="NAME,NAME", help="Eviction policies.")]
+WriteOption = Annotated[
+    str, typer.Option(metavar="NAME,NAME", help="How blocks come into the host tier.")
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with curves, too.")
+]
 
 
 def plan(  # noqa: PLR0913 - each is an option
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE",
-            help=f"A file of requests, a pipe, -, or one of {', '.join(SHIPPED)}.",
-        ),
-    ],
+    trace: PlannedTraceArgument,
     *,
-    device_gib: Annotated[
-        float, typer.Option(metavar="N", help="Room for KV on the device.")
-    ] = float(DEVICE_GIB),
-    host_gib: Annotated[
-        str, typer.Option(metavar="N,N", help="Sizes of the host tier to try.")
-    ] = "0,32,64,128,256",
-    disk_gib: Annotated[
-        str, typer.Option(metavar="N,N", help="Sizes of a disk below it to try.")
-    ] = "0",
-    policy: Annotated[str, typer.Option(metavar="NAME,NAME", help="Eviction policies.")] = "lru",
+    device_gib: DeviceGibOption = float(DEVICE_GIB),
+    host_gib: HostGibOption = None,
+    disk_gib: DiskGibOption = "0",
+    policy: PolicyOption = f"{LRU},{ADAPTIVE}",
+    write: WriteOption = BOTH_WRITES,
     kv_bytes: Annotated[
         int, typer.Option("--kv-bytes", metavar="N", min=1, max=1 << 30, help="Of KV a token.")
     ] = KV_BYTES,
@@ -246,15 +264,14 @@ def plan(  # noqa: PLR0913 - each is an option
     output_rate: OutputOption = None,
     bandwidth: BandwidthOption = None,
     trace_block_tokens: IdTokensOption = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with curves, too.")
-    ] = None,
+    html: HtmlOption = None,
     json: JsonOption = None,
     jobs: JobsOption = CORES,
 ) -> None:
-    """Replay a trace with several sizes of tiers and policies, and recommend one.
+    """Replay a trace with several sizes of tiers, policies and ways to write, and recommend one.
 
-    With rates, the plan predicts first tokens, and how they change with the load.
+    A first answer comes at once, for LRU. With rates, the plan predicts first tokens, recommends
+    by them, and says how they change with the load.
     """
     require_two_files(json, html)
     policies = tuple(policy.split(","))
@@ -267,15 +284,26 @@ def plan(  # noqa: PLR0913 - each is an option
             copies=copies,
             token_bytes=kv_bytes,
             device_gib=_device_size(device_gib),
-            host_gib=_sizes("--host-gib", host_gib),
+            host_gib=_sizes("--host-gib", host_gib) if host_gib else (),
             disk_gib=_sizes("--disk-gib", disk_gib),
             policies=policies,
+            writes=_read_writes(write),
             speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
         )
-        made = Planner(settings, jobs=jobs, progress=_show_progress).run()
+        made = Planner(settings, jobs=jobs, watch=_Progress(settings)).run()
     show_result(json, _describe(made), msgspec.to_builtins(made))
     if html is not None:
         write_text(html, page_of(made), option="--html")
+
+
+def _read_writes(given: str) -> tuple[str, ...]:
+    names = tuple(given.split(","))
+    for name in names:
+        if name not in WRITES:
+            raise typer.BadParameter(
+                f"is {name!r}, must be one of {', '.join(WRITES)}", param_hint="--write"
+            )
+    return names
 
 
 def _device_size(gib: float) -> float:
@@ -301,24 +329,64 @@ def _sizes(option: str, given: str) -> tuple[float, ...]:
     return sizes
 
 
-def _show_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        bar = "█" * (30 * done // total)
-        end = "\n" if done == total else ""
-        print(f"\r{bar:30} {done} of {total} replays", end=end, file=sys.stderr, flush=True)
+FIRST_ANSWER_S = 3.0
+"""After this the first answer is given, from what was read so far, if the trace is that long."""
+
+
+class _Progress:
+    """Says on standard error what is known so far: lines for people and files alike."""
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+        self._began_s = time.monotonic()
+        self._answered = False
+        self._bar = sys.stderr.isatty()
+
+    def reading(self, found: FirstPass, *, ended: bool) -> None:
+        """The first answer, in time, and again when all was read."""
+        late = time.monotonic() - self._began_s > FIRST_ANSWER_S
+        if ended or (late and not self._answered):
+            self._answered = True
+            self._say(_first_answer(self._settings, found, ended=ended))
+
+    def ended(self, found: tuple[PlanCell, CellFound] | None, done: int, total: int) -> None:
+        """What a replay found, and how many are still to come."""
+        what = "replays"
+        if found is not None:
+            cell, outcome = found
+            load = "" if cell.stretch == 1.0 else f", load × {1 / cell.stretch:g}"
+            what = f"replays: {name_of(cell)}{load}: {outcome.token_rate:.2%}"
+        spent_s = time.monotonic() - self._began_s
+        self._say(f"{spent_s:4.0f} s, {done} of {total} {what}")
+        if self._bar and done < total:
+            print("█" * (30 * done // total), end="", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(f"\r\033[K{text}" if self._bar else text, file=sys.stderr, flush=True)
+
+
+def _first_answer(settings: PlanSettings, found: FirstPass, *, ended: bool) -> str:
+    cells = [cell for cell in cells_of(settings) if cell.policy == settings.policies[0]]
+    texts = [
+        f"{cell.host_gib:g} GiB {cell.write} {found.estimate(cell):.2%}"
+        if cell.host_gib
+        else f"no host tier {found.estimate(cell):.2%}"
+        for cell in cells
+    ]
+    so_far = "" if ended else ", so far"
+    sampled = "" if found.curve.one_of == 1 else f", from one of {found.curve.one_of} blocks"
+    return (
+        f"first answer, by {LRU} over {found.requests:,} requests{so_far}{sampled}: "
+        f"{'; '.join(texts)}; in any room at most {found.most():.2%}"
+    )
 
 
 def _describe(made: CachePlan) -> str:
-    cell = made.recommended.cell
-    lines = text_table(HEADS, [tuple(row_texts(row)) for row in made.rows])
+    lines = text_table(*columns_of(made.rows))
     if made.loads:
-        rows = [(f"× {1 / row.cell.stretch:g}", *row_texts(row)) for row in made.loads]
-        lines += ["", *text_table(("load", *HEADS), rows)]
-    lines += [
-        "",
-        f"recommended: {cell.host_gib:g} GiB of host memory, {cell.disk_gib:g} GiB of disk, "
-        f"{cell.policy}. {made.recommended.reason}",
-    ]
-    if left_out := made.rows[0].report.refused:
+        lines += ["", *text_table(*columns_of(made.loads, loads_of(made)))]
+    chosen = made.recommended
+    lines += ["", f"recommended: {name_of(chosen.cell)}. {chosen.reason}", made.gap, *made.notes]
+    if left_out := made.rows[0].found.refused:
         lines.append(f"{left_out:,} {LEFT_OUT}")
     return "\n".join(lines)
