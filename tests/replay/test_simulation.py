@@ -85,6 +85,17 @@ def test_a_replay_without_rates_finds_what_a_naive_lru_finds(
     replay.machine.audit()
 
 
+def test_a_block_that_is_computed_though_it_lies_below_was_used_there() -> None:
+    # The last block of a prompt without a rest is computed: the host tier has it already.
+    chains = [Chain(0, 4, 0), Chain(2, 3, 0), Chain(0, 4, 0), Chain(1, 5, 0), Chain(0, 4, 1)]
+    replay = Replay(cache_of(5, TierSettings(name="host", slot_count=7)))
+
+    replay.run(request_of(chain, float(at)) for at, chain in enumerate(chains))
+
+    # Before the last request, the block of the second one leaves, and not that one.
+    assert replay.tally.tokens_by_tier == [36, 8]
+
+
 def best_of(trace: list[TraceRequest], rows_in_memory: int = ROWS_IN_MEMORY) -> BestPossible:
     best = BestPossible(rows_in_memory=rows_in_memory)
     for request in trace:

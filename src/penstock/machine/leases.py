@@ -267,11 +267,19 @@ def _publish(
             published.append(nodes)
         elif there != slots[first]:
             _keep_twin(books, lease, there)
+        _use_below(books, node)
         parent = node
         first += 1
     if not published:
         return np.empty(0, dtype=np.int32)
     return published[0] if len(published) == 1 else np.concatenate(published)
+
+
+def _use_below(books: Books, node: int) -> None:
+    """A block that was computed though a copy lies below was used, as if it had been loaded."""
+    for tier in books.owned_tiers():
+        if tier is not books.device and tier.slot_of[node] != NOWHERE:
+            tier.touch(np.array([node], dtype=np.int32), tick=books.tick)
 
 
 def _place(
