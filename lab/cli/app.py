@@ -23,6 +23,11 @@ LAB = CommandLine(
             "Simulate cache, runtime or handoff from many seeds, or print the events of one.",
         ),
         "explore": Command("lab.cli.explore", PROVE, "Visit every state of small handoff worlds."),
+        "soak": Command(
+            "lab.cli.soak:run_soak",
+            PROVE,
+            "Serve for hours while things break, and look for what grows.",
+        ),
         "bench": Command(
             "lab.cli.bench",
             MEASURE,
