@@ -40,7 +40,6 @@ CALLED_FROM_ELSEWHERE = {
     "connectors/vllm/adapter.py:has_pending_push_work": _CONNECTOR,
     "connectors/vllm/adapter.py:save_kv_layer": _CONNECTOR,
     "connectors/vllm/adapter.py:set_xfer_handshake_metadata": _CONNECTOR,
-    "connectors/vllm/adapter.py:take_events": _CONNECTOR,
     "connectors/vllm/versions.py:emit": "logging calls it: what a handler does with a record",
     "connectors/vllm/translation.py:is_empty": "vLLM calls it: part of what it asks of statistics",
     "handoff/handoff.py:engine_died": _AUTHORS,
