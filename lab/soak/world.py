@@ -52,7 +52,7 @@ serve = {{ silence_s = {silence} }}
 tiers = [
     {{ name = "host", kind = "host", blocks = 256 }},
     {{ name = "disk", kind = "disk", path = "{folder}/disk", gib = 0.02, write = "write_through" }},
-    {{ name = "redis", kind = "redis", url = "redis://127.0.0.1:{port}", write = "write_through" }},
+    {{ name = "redis", kind = "redis", url = "redis://127.0.0.1:{port}", gib = 0.1 }},
 ]
 """
 MAXMEMORY = "24mb"

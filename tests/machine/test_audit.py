@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -323,3 +324,17 @@ def test_blocks_of_a_fork_that_have_no_name_yet_are_no_finding(make_driver: Make
     driver.fork(granted.lease)
 
     audit(driver.books)
+
+
+def test_free_slots_of_a_large_tier_are_not_looked_at_one_by_one(make_driver: MakeDriver) -> None:
+    slot_count = 1_000_000
+    driver = make_driver(device=8, host=8, disk=slot_count)
+    driver.discover(1, "pq")
+    tracemalloc.start()
+
+    audit(driver.books)
+
+    # A list of all slots would take eight bytes for each.
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * slot_count

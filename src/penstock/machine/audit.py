@@ -1,14 +1,17 @@
 """The whole state of a cache: every invariant checked.
 
 `audit` recomputes everything from scratch and raises `InvariantViolation`, with the story of what
-does not add up; the simulator calls it after every event. It works on plain lists: the states it
-is run on most are small, and there they are faster than arrays.
+does not add up; the simulator calls it after every event. It works on plain lists of what is used:
+the states it is run on most are small, and there lists are faster than arrays. A tier may have
+millions of free slots, which it looks at as arrays: an operator audits an engine that serves.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
@@ -85,12 +88,13 @@ def audit(books: Books) -> None:
 def _audit_counts(books: Books, tiers: list[Tier]) -> None:
     """The numbers that are kept for whoever asks are those of the slots and nodes."""
     for tier in tiers:
-        pool, states = tier.pool, tier.pool.state.tolist()
+        pool = tier.pool
         for state in SlotState:
-            if states.count(state) != pool.count(state):
-                counted = f"{states.count(state)} slots are {state.name}, not {pool.count(state)}"
+            count = int(np.count_nonzero(pool.state == state))
+            if count != pool.count(state):
+                counted = f"{count} slots are {state.name}, not {pool.count(state)}"
                 _fail(books, f"tier {tier.name}: {counted} as booked")
-        held = sum(map(bool, pool.holders.tolist()))
+        held = int(np.count_nonzero(pool.holders))
         if held != pool.held_count:
             counted = f"{held} slots are held, not {pool.held_count}"
             _fail(books, f"tier {tier.name}: {counted} as booked")
@@ -107,7 +111,7 @@ def _fail(books: Books, problem: str, node: int = NOWHERE) -> NoReturn:
 def _audit_nodes(books: Books, tiers: list[Tier], parents: list[int]) -> None:
     """Keys and nodes map one to one, and every node is there for a reason."""
     nodes = books.nodes
-    copies = _count((tier.pool.node.tolist() for tier in tiers), nodes.capacity)
+    copies = _count((tier.placed_nodes().tolist() for tier in tiers), nodes.capacity)
     followers = _count([[parents[number] for number in nodes.ids.values()]], nodes.capacity)
     copy_count, child_count = nodes.copy_count.tolist(), nodes.child_count.tolist()
     pins = nodes.pins.tolist()
@@ -140,16 +144,22 @@ def _count(lists: Iterable[list[int]], capacity: int) -> list[int]:
 def _audit_slots(books: Books, tier: Tier) -> None:
     """Free slots are free, once; every other slot is in use for a reason."""
     pool = tier.pool
-    free = pool.free_slots().tolist()
-    states = pool.state.tolist()
-    if len(set(free)) != len(free) or len(free) != states.count(FREE):
+    free = pool.free_slots()
+    is_free = np.zeros(pool.slot_count, dtype=np.bool_)
+    is_free[free] = True
+    free_count = int(np.count_nonzero(pool.state == FREE))
+    if np.count_nonzero(is_free) != len(free) or len(free) != free_count:
         _fail(books, f"tier {tier.name}: slots that are free and slots said to be differ")
-    if states.count(LEAVING) != pool.leaving_count:
-        _fail(books, f"tier {tier.name}: {states.count(LEAVING)} slots are leaving, not as booked")
-    if any(states[slot] != FREE for slot in free):
+    leaving_count = int(np.count_nonzero(pool.state == LEAVING))
+    if leaving_count != pool.leaving_count:
+        _fail(books, f"tier {tier.name}: {leaving_count} slots are leaving, not as booked")
+    if np.count_nonzero(pool.state[free] != FREE):
         _fail(books, f"tier {tier.name}: a slot can be taken though it is in use")
-    rows = zip(states, pool.holders.tolist(), pool.node.tolist(), strict=True)
-    for slot, (state, holders, node) in enumerate(rows):
+    # Of a large tier most may be free: those without anything are sound.
+    used = ((pool.state != FREE) | (pool.holders != 0) | (pool.node != NOWHERE)).nonzero()[0]
+    columns = (used, pool.state[used], pool.holders[used], pool.node[used])
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for slot, state, holders, node in rows:
         if (state, holders > 0, node != NOWHERE) not in _SOUND or holders < 0:
             held = f"held {holders} times, {'with' if node != NOWHERE else 'without'} a block"
             problem = f"tier {tier.name}: slot {slot} is {SlotState(state).name} but {held}"
@@ -158,18 +168,18 @@ def _audit_slots(books: Books, tier: Tier) -> None:
 
 def _audit_residency(books: Books, tier: Tier, parents: list[int], tenants: list[int]) -> None:
     """Slots and nodes map one to one; counts of followers and of tenants are right."""
-    states, slot_of = tier.pool.state.tolist(), tier.slot_of.tolist()
+    slot_of = tier.slot_of.tolist()
     children = [0] * len(slot_of)
     used: dict[int, int] = {}
     placed = 0
-    for slot, node in enumerate(tier.pool.node.tolist()):
-        if node == NOWHERE:
-            continue
+    slots = (tier.pool.node != NOWHERE).nonzero()[0]
+    columns = (slots, tier.pool.node[slots], tier.pool.state[slots])
+    for slot, node, state in zip(*(column.tolist() for column in columns), strict=True):
         placed += 1
         used[tenants[node]] = used.get(tenants[node], 0) + 1
         if slot_of[node] != slot:
             _fail(books, f"tier {tier.name}: slot {slot} and its block do not agree", node)
-        if states[slot] != LEAVING and parents[node] != NOWHERE:
+        if state != LEAVING and parents[node] != NOWHERE:
             children[parents[node]] += 1
     if len(slot_of) - slot_of.count(NOWHERE) != placed:
         _fail(books, f"tier {tier.name}: a block is said to lie where it does not")
@@ -186,9 +196,7 @@ def _audit_priorities(books: Books, tier: Tier, tenants: list[int]) -> None:
         return
     wanted, given = books.nodes.priority.tolist(), tier.priority.tolist()
     raised: dict[int, int] = {}
-    for node in tier.pool.node.tolist():
-        if node == NOWHERE:
-            continue
+    for node in tier.placed_nodes().tolist():
         if given[node] not in (wanted[node], min(wanted[node], 0)):
             problem = f"tier {tier.name}: a copy has priority {given[node]}, not {wanted[node]}"
             _fail(books, problem, node)
@@ -200,13 +208,13 @@ def _audit_priorities(books: Books, tier: Tier, tenants: list[int]) -> None:
 
 def _audit_holders(books: Books, tier: Tier) -> None:
     """A slot is held as often as leases and operations say."""
-    held = [0] * tier.pool.slot_count
-    for slot in _holds(books, tier):
-        held[slot] += 1
-    booked = tier.pool.holders.tolist()
+    held = Counter(_holds(books, tier))
+    slots = tier.pool.holders.nonzero()[0]
+    booked = dict(zip(slots.tolist(), tier.pool.holders[slots].tolist(), strict=True))
     if held != booked:
-        slot = next(slot for slot, count in enumerate(held) if count != booked[slot])
-        problem = f"tier {tier.name}: slot {slot} is held {held[slot]} times, booked {booked[slot]}"
+        slot = min(slot for slot in held.keys() | booked if held[slot] != booked.get(slot, 0))
+        count = f"held {held[slot]} times, booked {booked.get(slot, 0)}"
+        problem = f"tier {tier.name}: slot {slot} is {count}"
         _fail(books, problem, int(tier.pool.node[slot]))
 
 
@@ -226,11 +234,7 @@ def _holds(books: Books, tier: Tier) -> Iterator[int]:
 
 def _audit_eviction(books: Books, tier: Tier) -> None:
     """The policies know exactly the blocks that may leave: none too many, none forgotten."""
-    may_leave = {
-        node
-        for node in tier.pool.node.tolist()
-        if node != NOWHERE and tier.standing(node) is not None
-    }
+    may_leave = {node for node in tier.placed_nodes().tolist() if tier.standing(node) is not None}
     candidates = tier.policy.candidates()
     if may_leave != candidates:
         wrong = may_leave ^ candidates
