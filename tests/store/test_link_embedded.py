@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack, closing
@@ -14,7 +15,7 @@ import pytest
 from penstock.store.process.link import StoreBack, StoreLost
 from penstock.store.process.sessions import connect_store
 from tests.descriptors import open_descriptors
-from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess, is_readable
+from tests.store.store_lab import PATIENCE_S, SPACE, StoreEngine, StoreProcess, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,6 +178,32 @@ def test_a_supervisor_that_was_killed_is_replaced_and_starts_the_store_again(
         engine.results.clear()
     engine.close()
     assert not pid_of(config)
+
+
+def test_a_process_whose_socket_was_removed_is_found_by_the_next_session(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    before = pid_of(config)
+    shutil.rmtree(Path(config.socket).parent)
+
+    engine.link.enter_space(bytes(len(SPACE)))
+    engine.take(StoreLost)
+    engine.take(StoreBack)
+
+    assert pid_of(config) == before
+    engine.save([1])
+
+
+def test_a_process_that_nobody_is_connected_to_listens_again_where_its_socket_was(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    with closing(StoreProcess(Path(config.socket).parent)) as store:
+        store.start()
+        make_engine(embedded=False).up().close()
+        shutil.rmtree(store.folder)
+
+        make_engine(embedded=False).up()
 
 
 def test_no_descriptor_is_left_and_no_call_waits(make_engine: MakeEngine) -> None:

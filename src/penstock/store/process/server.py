@@ -104,6 +104,8 @@ GREETING_S = 3.0
 """How long a client may take to say what it is for."""
 READS_MAX = 16
 """Packets that are read of one session before the others have their turn."""
+UNATTENDED_S = 5.0
+"""How often a process that nobody is connected to looks whether its socket is still there."""
 CLOSE_S = 5.0
 """How long the tiers may take to end what is in hand when the process is to end."""
 
@@ -179,6 +181,9 @@ class StoreServer:
         self._deadlines: list[tuple[float, int]] = []
         self._number = 0
         self._why_unreachable = ""
+        self._looks_at = -math.inf
+        """When it looks whether its socket is still there, unless somebody is connected."""
+        self._lost_a_client = False
 
     def run(self, stop: int) -> None:
         """Serves until the descriptor is readable, then ends everything."""
@@ -214,6 +219,8 @@ class StoreServer:
         )
         if self._deadlines:
             at = min(at, self._deadlines[0][0])
+        if not self._sessions:
+            at = min(at, self._looks_at)
         return min(at, greeting + GREETING_S)
 
     def _advance(self, now: float) -> None:
@@ -227,6 +234,10 @@ class StoreServer:
                 self._send_state(slot, state)
                 if state.on:
                     self._stay_reachable()
+        if self._lost_a_client or (now >= self._looks_at and not self._sessions):
+            self._lost_a_client = False
+            self._looks_at = now + UNATTENDED_S
+            self._stay_reachable()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heappop(self._deadlines)
             self._cancel(number, "its deadline has passed")
@@ -352,6 +363,7 @@ class StoreServer:
         fd = session.descriptor
         self._epoll.unregister(fd)
         del self._callbacks[fd], self._sessions[fd]
+        self._lost_a_client = True  # It may come back, by the path.
         if problem:
             logger.warning("store ends a session: pid=%d cause=%s", session.pid, problem)
         session.refuse(problem)
