@@ -12,7 +12,9 @@ The one rule: a longer state that begins like another one serves for both, so it
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
 import struct
 import time
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 FRONT = struct.Struct("<QQ")
 """Bytes of tokens and of the state; what follows are logits."""
 STATE, NEW = ".state", ".new"
+NAME = re.compile(rf"([0-9a-f]{{32}})-([0-9a-f]{{32}})-([0-9a-f]{{32}}){re.escape(STATE)}")
+"""Of a state: its key, and both sums."""
+OF_THE_FILE = frozenset({errno.EIO, errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+"""Errors of one file: the other states are as good as before."""
 LEFT_OVER_S = 3_600.0
 """An unfinished file of that age was left by a process that ended."""
 
@@ -65,12 +71,13 @@ class StateFolder:
         found = {}
         for name in os.listdir(self.path):
             with suppress(FileNotFoundError):  # Another process has removed it.
-                found[name] = (self.path / name).stat()
+                found[name] = (self.path / name).lstat()
         return dict(sorted(found.items(), key=lambda each: each[1].st_mtime_ns))
 
     def find(self, key: bytes, tokens: NDArray[np.intc]) -> list[tuple[int, str]]:
         """How many of these leading tokens states have, and the names of those: most first."""
-        names = [name for name in self.files() if name.startswith(key.hex())]
+        named = map(NAME.fullmatch, self.files())
+        names = [match.string for match in named if match and match[1] == key.hex()]
         self._tokens = {name: self._tokens[name] for name in names if name in self._tokens}
         for name in names:
             if name not in self._tokens and (found := self._read(name, whole=False)):
@@ -110,7 +117,7 @@ class StateFolder:
 
     def _touch(self, name: str) -> None:
         with suppress(FileNotFoundError):  # Another process has removed it.
-            os.utime(self.path / name)
+            os.utime(self.path / name, follow_symlinks=False)
 
     def _make_room(self, size: int, covered: set[str]) -> None:
         if size > self.capacity_bytes:
@@ -138,14 +145,23 @@ class StateFolder:
                 logits = file.read() if whole else b""
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno not in OF_THE_FILE:
+                raise
+            self._remove_damaged(name)
+            return None
         _, sum_of_tokens, sum_of_rest = name.removesuffix(STATE).split("-")
         is_right = sum_of_tokens == _sum_of(front, tokens)
         if is_right and (not whole or sum_of_rest == _sum_of(state, logits)):
             read = np.frombuffer(tokens, dtype=np.intc)
             return StoredState(read, state, np.frombuffer(logits, dtype=np.single))
-        self.damaged += 1
-        (self.path / name).unlink(missing_ok=True)
+        self._remove_damaged(name)
         return None
+
+    def _remove_damaged(self, name: str) -> None:
+        self.damaged += 1
+        with suppress(OSError):  # It is none of ours, or the disk takes no more changes.
+            (self.path / name).unlink()
 
 
 def common_tokens(one: NDArray[np.intc], other: NDArray[np.intc]) -> int:
