@@ -92,6 +92,16 @@ def test_a_model_with_an_encoder_or_adapters_and_what_is_no_model_are_refused() 
     assert found[2] == "object is no PreTrainedModel of transformers"
 
 
+def test_a_model_that_peft_has_put_layers_into_is_refused() -> None:
+    """As `get_peft_model` does with the model that it is given."""
+    layer = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    model = new_model(CONFIGS["Llama"])
+    model.model.layers[0].self_attn.v_proj = layer(64, 64)
+
+    with penstock.transformers.open(model, penstock.parse_config(SMALL)) as cache:
+        assert "has adapters" in off(cache)
+
+
 @pytest.mark.parametrize("kind", ["static", "offloaded_static", "quantized", "offloaded"])
 def test_other_caches_that_a_model_asks_for_are_used_instead(kind: str) -> None:
     model, prompt = new_model(CONFIGS["Llama"]), tokens_of(40)

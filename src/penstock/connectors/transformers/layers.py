@@ -74,7 +74,9 @@ def why_not(model: object) -> str:
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is no PreTrainedModel of transformers"
     config = model.config
-    if model._hf_peft_config_loaded:  # noqa: SLF001 - its only name
+    # PEFT also puts its layers into a model that knows nothing of it: `get_peft_model`.
+    adapted = any(type(each).__module__.startswith("peft.") for each in model.modules())
+    if adapted or model._hf_peft_config_loaded:  # noqa: SLF001 - its only name
         return "the model has adapters, and which are active is in no key: merge them first"
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         return (
