@@ -52,6 +52,15 @@ gib = 0.25
 write = "write_through"
 """
 
+SHARED = """
+[[tiers]]
+name = "shared"
+kind = "objects"
+url = "file://{path}"
+write = "write_through"
+ask_ms = 10000
+"""
+
 
 def main(model: str, script: dict[str, Any]) -> None:
     """Starts an engine and runs the acts of a script."""
@@ -64,11 +73,14 @@ def main(model: str, script: dict[str, Any]) -> None:
 
 
 def config_of(script: dict[str, Any]) -> str:
-    """The configuration, as a text: `host` blocks, and a `disk` if the script names a folder."""
-    disk = script.get("disk")
-    below = f'model.weights_version = "{script.get("weights", "v1")}"' if disk else ""
-    text = CONFIG.format(host_blocks=script.get("host", 512), below=below)
-    return text + (DISK.format(path=disk) if disk else "")
+    """The configuration, as a text: `host` blocks, and a `disk` or a `shared` store in a folder."""
+    below = "".join(
+        tier.format(path=script[name])
+        for name, tier in (("disk", DISK), ("shared", SHARED))
+        if name in script
+    )
+    weights = f'model.weights_version = "{script.get("weights", "v1")}"' if below else ""
+    return CONFIG.format(host_blocks=script.get("host", 512), below=weights) + below
 
 
 def linked(script: dict[str, Any]) -> dict[str, Any]:
@@ -114,10 +126,11 @@ def drawn(draw: random.Random, count: int) -> list[int]:
 
 
 def prompts_of(act: dict[str, Any]) -> list[list[int]]:
-    """Prompts of `lengths`, after a common beginning of `shared` tokens."""
+    """Prompts of `lengths`, after a common beginning of `shared` tokens; `last_first` if asked."""
     draw = random.Random(act.get("seed", 3))
     beginning = drawn(draw, act.get("shared", 0))
-    return [beginning + drawn(draw, count) for count in act["lengths"]]
+    prompts = [beginning + drawn(draw, count) for count in act["lengths"]]
+    return prompts[::-1] if act.get("last_first") else prompts
 
 
 def generate(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
@@ -162,10 +175,14 @@ def refused(engine: Any, act: dict[str, Any]) -> dict[str, Any]:
 
 
 def store(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
-    """Waits until the disk is on, or has so many `blocks`: SGLang steps when it is idle."""
+    """Waits until the disk is on, or has so many `blocks` of this engine, or `of_all`.
+
+    SGLang steps when it is idle.
+    """
     until(
         lambda: (
             counted().get("disk_blocks_saved", 0) >= act.get("blocks", 0)
+            and counted().get("disk_blocks", 0) >= act.get("of_all", 0)
             and counted().get("disk_on", 0) == act.get("on", 1)
         )
     )

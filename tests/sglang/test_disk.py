@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from oracle import HITS, OTHERS, PAGE, PENSTOCK, SIX, host_hits, same
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Run
 
 pytestmark = pytest.mark.sglang
@@ -96,3 +95,21 @@ def test_with_other_weights_nothing_of_the_disk_is_found(run: Run, tmp_path: Pat
     _, other = run([{"do": "store"}, ONE], **PENSTOCK, disk=disk, weights="v2")[0]
 
     assert host_hits(other) == [0]
+
+
+def test_another_engine_finds_in_a_shared_store_what_one_has_saved(
+    run: Run, tmp_path: Path
+) -> None:
+    store = str(tmp_path / "store")
+    Path(store).mkdir()
+    first = run(
+        [{"do": "store"}, ONE, {"do": "store", "blocks": 25}, {"do": "die"}],
+        **PENSTOCK,
+        shared=store,
+        dies=True,
+    )[0][1]
+
+    _, found = run([{"do": "store"}, ONE], **PENSTOCK, shared=store)[0]
+
+    assert host_hits(found) == [384]
+    assert same(found, first)
