@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 360, 56, 40, 16, 170
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 360, 56, 40, 16, 200
 COLOURS = ("#2b7fd4", "#d9622b", "#149c76", "#8d63c9", "#b57a12", "#c0427f")
 """Of lines: to be told from each other, and from both backgrounds."""
 STYLE = """
@@ -28,7 +28,7 @@ STYLE = """
   --ink: #e6edf3; --soft: #93a3b1; --line: #263341; --chosen: #17342b } }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; margin: 0 auto;
-  max-width: 1000px; padding: 22px 20px 40px; color: var(--ink); background: var(--bg);
+  max-width: 1240px; padding: 22px 20px 40px; color: var(--ink); background: var(--bg);
   overflow-wrap: anywhere }
 h1 { font-size: clamp(23px, 3.6vw, 34px); line-height: 1.2; letter-spacing: -.02em; margin: 8px 0 }
 h2 { font-size: 18px; margin: 0 0 6px } .soft { color: var(--soft) }
@@ -37,7 +37,7 @@ h2 { font-size: 18px; margin: 0 0 6px } .soft { color: var(--soft) }
 .card.chosen { border-left: 5px solid #149c76 } .card b { font-size: 19px }
 .table, .chart { overflow-x: auto }
 table { border-collapse: collapse; margin: 6px 0; white-space: nowrap; font-size: 14px }
-th, td { padding: 4px 11px; text-align: right; border-bottom: 1px solid var(--line) }
+th, td { padding: 4px 9px; text-align: right; border-bottom: 1px solid var(--line) }
 th { font-weight: 500; color: var(--soft) }
 tr.chosen { background: var(--chosen); font-weight: 600 }
 svg { width: 100%; height: auto } svg text { fill: var(--soft) } .chart svg { min-width: 560px }
@@ -49,6 +49,7 @@ svg { width: 100%; height: auto } svg text { fill: var(--soft) } .chart svg { mi
   .wraps tr + tr { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 12px;
     padding: 6px 4px; border-bottom: 1px solid var(--line) }
   .wraps td { display: block; border: 0; padding: 0; text-align: left }
+  .wraps td:empty { display: none }
   .wraps td::before { content: attr(data-name) ": "; color: var(--soft); font-weight: 400 }
 }
 """
