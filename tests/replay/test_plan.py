@@ -166,7 +166,7 @@ def test_a_trace_with_hints_is_replayed(trace: str) -> None:
 
     plan = plan_for(trace, watch=watch)
 
-    assert list(watch.replayed) == [row.cell for row in plan.rows]
+    assert watch.replayed.keys() == {row.cell for row in plan.rows}
 
 
 def test_a_plan_is_the_same_with_several_processes(trace: str) -> None:

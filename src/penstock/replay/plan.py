@@ -222,7 +222,8 @@ class Planner:
         rooms = tuple(_blocks(settings, gib, self._block_tokens) for gib in sizes)
         device = PlanCell(policy=LRU, write="", host_gib=0.0, disk_gib=0.0)
         known = [cell for cell in self._cells if device in self._cells and first.knows(cell)]
-        replayed = [cell for cell in self._cells if cell not in known]
+        # What takes longest comes first, and that is also what the pass says least about.
+        replayed = [cell for cell in reversed(self._cells) if cell not in known]
         stretched = 0 if settings.speeds.instant else len(STRETCHES) - 1
         self._total = 1 + len(replayed) + stretched
         bound, *found = self._do([self._work(None, rooms), *map(self._work, replayed)])
