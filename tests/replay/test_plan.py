@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +28,6 @@ from penstock.replay.plan import (
 )
 from penstock.replay.simulation import Speeds
 from tests.serve import browser
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 1 / 1024
 
@@ -378,11 +375,46 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
 
     status = run(["plan", trace, *sizes, *written, "--jobs", "1"])
 
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert status == 0
+    # LRU with write_through is known from the pass, and not replayed.
+    assert said.startswith(f"first answer, by {LRU} over 60 requests: no host tier 0.00%; 0.2 GiB")
+    assert "in any room at most 76.80%" in said
+    assert re.search(rf" s, 6 of 6 replays: {LRU}, no host tier: 0.00%\n$", said)
     assert f"recommended: {LRU}, 0.2 GiB of host memory (" in printed
     assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 6
     assert "<svg" in (tmp_path / "new" / "p.html").read_text(encoding="utf-8")
+
+
+def test_a_trace_that_takes_long_to_read_is_answered_before_its_end(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.cli.replay.FIRST_ANSWER_S", 0.0)
+    Path(trace).write_text('{"timestamp": 0, "tokens": [1]}\n' * 600, encoding="utf-8")
+
+    run(["plan", trace, "--jobs", "1", "--host-gib", "0"])
+
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("first answer, by lru over 256 requests, so far: no host tier 0.00%")
+    assert said[1].startswith("first answer, by lru over 600 requests: no host tier 0.00%")
+
+
+def test_a_plan_of_a_pipe_is_that_of_the_file(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(Path(trace).read_bytes(),))
+    sizes = ["--device-gib", "0.02", "--host-gib", "0,0.2", "--kv-bytes", "65536", "--jobs", "1"]
+
+    writer.start()
+    status = run(["plan", str(pipe), *sizes])
+    writer.join()
+
+    piped = capsys.readouterr().out
+    assert status == 0
+    run(["plan", trace, *sizes])
+    assert capsys.readouterr().out == piped
 
 
 @pytest.mark.parametrize(
