@@ -25,6 +25,7 @@ FOR_TESTS = "testing/"
 """What lies there is used by tests, ours and those of others."""
 
 _CONNECTOR = "vLLM calls it: part of what it asks of a connector"
+_STORAGE = "SGLang asks for it of every storage backend, and calls it without `interface_v1`"
 _LINKER = "SGLang calls it: part of what it asks of a linker"
 _UVICORN = "uvicorn calls it: what its server or a connection of it does"
 
@@ -34,6 +35,8 @@ _AUTHORS = "part of the interface for engine authors, on the pages; Penstock's o
 CALLED_FROM_ELSEWHERE = {
     "connectors/sglang/linker.py:cancel_queued_load": _LINKER,
     "connectors/sglang/linker.py:pop_completed_offload": _LINKER,
+    "connectors/sglang/storage.py:batch_get": _STORAGE,
+    "connectors/sglang/storage.py:batch_set": _STORAGE,
     "connectors/vllm/adapter.py:has_pending_push_work": _CONNECTOR,
     "connectors/vllm/adapter.py:save_kv_layer": _CONNECTOR,
     "connectors/vllm/adapter.py:set_xfer_handshake_metadata": _CONNECTOR,

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import run
-from penstock.connectors.sglang.versions import KNOWN, asks_any_version, read_settings
+from penstock.connectors.sglang.versions import (
+    KNOWN,
+    asks_any_version,
+    read_settings,
+    read_storage_settings,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +53,23 @@ def test_every_setting_of_the_linker_has_an_option(
     assert sorted(extra) == sorted(KNOWN)
     assert asks_any_version(extra)
     assert read_settings(extra).model.name == "toy"
+
+
+def test_the_options_for_hicache_are_those_that_it_loads_the_storage_backend_by(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = '[[tiers]]\nname = "disk"\nkind = "disk"\npath = "/var/cache/penstock"\ngib = 9\n'
+    file.write_text(TOML.replace('toy"', 'toy"\nmodel.weights_version = "v1"') + disk)
+    assert run(["sglang-config", str(file), "--hicache", "--any-version"]) == 0
+    enable, backend, kind, config, value = shlex.split(capsys.readouterr().out)
+
+    assert enable == "--enable-hierarchical-cache"
+    assert (backend, kind) == ("--hicache-storage-backend", "dynamic")
+    assert config == "--hicache-storage-backend-extra-config"
+    extra = json.loads(value)
+    assert extra["class_name"] == "PenstockStorage"
+    assert extra["module_path"] == "penstock.connectors.sglang"
+    assert [tier.name for tier in read_storage_settings(extra).cache.tiers] == ["host", "disk"]
 
 
 def test_a_configuration_without_tiers_is_refused(

@@ -348,7 +348,14 @@ def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 LISTED = StoreStatus(
-    due=False, settled=True, searching=False, on=True, blocks=0, saves_dropped=0, failed=False
+    due=False,
+    settled=True,
+    searching=False,
+    asked=False,
+    on=True,
+    blocks=0,
+    saves_dropped=0,
+    failed=False,
 )
 
 

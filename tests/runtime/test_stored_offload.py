@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import penstock
-from tests.runtime.stored_engine import SOON_S, TOML
+from tests.runtime.stored_engine import SOON_S, TOML, process_of
+from tests.stopped import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,3 +86,41 @@ def test_the_store_says_whether_it_has_settled_and_what_it_has(tmp_path: Path) -
     assert there is not None
     assert (starting.due, starting.settled, starting.on) == (True, False, False)
     assert (there.settled, there.on, there.blocks) == (True, True, 0)
+
+
+def test_blocks_on_their_way_to_a_disk_are_counted_until_it_has_them(tmp_path: Path) -> None:
+    toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
+    kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
+
+    with penstock.open_offload(penstock.parse_config(toml), kv=kv) as offload:
+        run_until(offload, lambda: offload.health().ok)
+        before = offload.sinking(KEYS)
+        process = process_of(tmp_path / "disk")
+        stop_process(process)
+        offload.save(KEYS[:4], range(4), cause="first")
+        run_until(offload, lambda: offload.lookup(KEYS).ready == 4)
+        under_way = offload.sinking(KEYS)
+        os.kill(process, signal.SIGCONT)
+        run_until(offload, lambda: not offload.sinking(KEYS))
+
+    assert (before, under_way) == (0, 4)
+
+
+def test_a_question_about_blocks_that_only_others_can_have_is_open_until_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
+    kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
+
+    with penstock.open_offload(penstock.parse_config(toml), kv=kv) as offload:
+        offload.wait_for_tiers(SOON_S)
+        process = process_of(tmp_path / "disk")
+        stop_process(process)
+        offload.prefetch(KEYS, cause="first")
+        asked, others = offload.store_status("first"), offload.store_status("second")
+        os.kill(process, signal.SIGCONT)
+        run_until(offload, lambda: not (now := offload.store_status("first")) or not now.asked)
+
+    assert asked is not None
+    assert others is not None
+    assert (asked.asked, asked.searching, others.asked) == (True, False, False)

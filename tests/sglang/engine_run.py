@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import storage_acts
 from fastapi import HTTPException
 from processes import session_of
 from watched_linker import write_whole
@@ -273,4 +274,4 @@ def until(done: Callable[[], bool]) -> None:
 ACTS = {
     each.__name__: each
     for each in (generate, refused, store, counts, tamper, flush, abort, signal_store, die)
-}
+} | storage_acts.ACTS

@@ -165,6 +165,10 @@ def print_sglang_options(
             "--any-version", help="Try an SGLang with which the linker was not tested, too."
         ),
     ] = False,
+    hicache: Annotated[
+        bool,
+        typer.Option("--hicache", help="Keep HiCache, and put disk or shared store below it."),
+    ] = False,
 ) -> None:
     """Print the options that make SGLang keep KV in the tiers of a configuration file.
 
@@ -173,17 +177,18 @@ def print_sglang_options(
     extra: dict[str, object] = {"config": _for_engine(file, "SGLang", inline=inline)}
     if any_version:
         extra["any_version"] = True
-    linker = {
-        "linker": "PenstockLinker",
-        "linker_module_path": "penstock.connectors.sglang",
-        "linker_extra_config": extra,
-    }
-    text = json.dumps(linker)
-    if bare:
-        print(text)
-        return
-    flag = "--unified-cache-external-linker"
-    print(f"--enable{flag[1:]} {flag}-backend dynamic {flag}-config {shlex.quote(text)}")
+    module = "penstock.connectors.sglang"
+    if hicache:
+        enable, flag = "--enable-hierarchical-cache", "--hicache-storage-backend"
+        named = {"backend_name": "penstock", "module_path": module, "class_name": "PenstockStorage"}
+        text = json.dumps({**named, "interface_v1": 1, **extra})
+        options = f"{enable} {flag} dynamic {flag}-extra-config {shlex.quote(text)}"
+    else:
+        flag = "--unified-cache-external-linker"
+        named = {"linker": "PenstockLinker", "linker_module_path": module}
+        text = json.dumps({**named, "linker_extra_config": extra})
+        options = f"--enable{flag[1:]} {flag}-backend dynamic {flag}-config {shlex.quote(text)}"
+    print(text if bare else options)
 
 
 def _for_engine(file: Path, engine: str, *, inline: bool) -> str:

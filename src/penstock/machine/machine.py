@@ -21,6 +21,7 @@ from penstock.machine.audit import audit
 from penstock.machine.books import Books
 from penstock.machine.matching import find
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
+from penstock.machine.stored import count_sinking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
@@ -130,6 +131,10 @@ class CacheMachine:
     def known(self, keys: Sequence[Key]) -> int:
         """How many leading blocks of a chain lie in some tier that can be used."""
         return len(find(self._books, keys, deepest=len(self._books.lower_tiers())).nodes)
+
+    def sinking(self, keys: Sequence[Key]) -> int:
+        """How many of these blocks are on their way into a tier that outlives the process."""
+        return count_sinking(self._books, keys)
 
     def open_requests(self) -> list[str]:
         return [lease.request for lease in self._books.leases.values()]

@@ -20,10 +20,12 @@ import numpy as np
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import HUB
-from penstock.cache.states import LEAVING, READY
+from penstock.cache.states import FILLING, LEAVING, READY
 from penstock.machine import copies
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from penstock.cache.operations import Operation
@@ -61,6 +63,18 @@ def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[n
     admitted = nodes[: max(0, saves_max(books, books.tier(HUB).pool.slot_count) - under_way)]
     books.counters.saves_skipped += len(nodes) - len(admitted)
     return admitted
+
+
+def count_sinking(books: Books, keys: Sequence[Key]) -> int:
+    """How many of these blocks are on their way into a stored tier."""
+    nodes = np.array(books.nodes.get_all(list(keys)), dtype=np.int32)
+    nodes = nodes[nodes != NOWHERE]
+    sinking = np.zeros(len(nodes), dtype=bool)
+    for tier in books.lower_tiers():
+        if tier.settings.stored:
+            slots = tier.slot_of[nodes]
+            sinking |= (slots != NOWHERE) & (tier.pool.state[slots] == FILLING)
+    return int(np.count_nonzero(sinking))
 
 
 def vanished(books: Books, tier: Tier, event: Vanished, now: float) -> None:

@@ -209,6 +209,11 @@ class Offload(BaseCache):
         self._access.require()
         return self._driver.machine.hub_counts()
 
+    def sinking(self, keys: Sequence[Key]) -> int:
+        """How many of these blocks are on their way into a tier that outlives this process."""
+        self._access.require()
+        return self._driver.machine.sinking(as_keys(keys))
+
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles.
 

@@ -135,6 +135,8 @@ class StoreStatus(NamedTuple):
     """Whether it is known of every tier whether it is on; not so while the store starts."""
     searching: bool
     """Whether a prefetch asked the store for blocks that may be there, and has no answer yet."""
+    asked: bool
+    """The same, also of blocks that only other engines can have written since a disk was listed."""
     on: bool
     """Whether a tier of it can be used."""
     blocks: int
@@ -237,15 +239,17 @@ class StoredTiers:
     def status(self, cause: str, now: float) -> StoreStatus:
         """How the store is; `searching` is said of the prefetches of one cause."""
         states = self.states.values()
+        asked = any(
+            isinstance(each.wish, Prefetch) and each.wish.cause == cause and now < each.until
+            for each in self._wanted.values()
+        )
         return StoreStatus(
             due=now >= self.next_due
             or bool(wait_any((), (self.link.descriptor,), deadline=None).descriptors),
             settled=self.link.is_up and self._is_each_known(),
-            searching=any(
-                isinstance(each.wish, Prefetch) and each.wish.cause == cause and now < each.until
-                for each in self._wanted.values()
-            )
+            searching=asked
             and not self._listed.issuperset(tier for tier in self.tiers if self._on[tier]),
+            asked=asked,
             on=any(self._on.values()),
             blocks=sum(state.blocks for state in states),
             saves_dropped=sum(state.saves_dropped for state in states),

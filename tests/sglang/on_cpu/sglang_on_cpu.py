@@ -11,6 +11,7 @@ run: the PyTorch attention, sampling and scheduling that it has for any device.
 | pinned memory                                  | ordinary memory                            |
 | CUDA events                                    | events that have always happened           |
 | a host pool registered with CUDA               | a host pool                                |
+| 10 GB left free beside a host pool             | a host pool that fits                      |
 | a compiled copy between device and host pool   | the same copy by indexing                  |
 
 Every change is made when the module that it is about has been imported, and nothing is changed in
@@ -124,6 +125,10 @@ def _registered_memory(module: Any) -> None:
     module._cuda_host_register = module._cuda_host_unregister = _nothing
 
 
+def _memory_left(module: Any) -> None:
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 def _kernels(module: Any) -> None:
     module.require_kvcacheio_ops = _nothing
 
@@ -159,6 +164,7 @@ def _without_pinning(make_page: Callable[[Any], Any]) -> Callable[[Any], Any]:
 CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.srt.utils.common": _utils,
     "sglang.srt.mem_cache.pool_host.common": _registered_memory,
+    "sglang.srt.mem_cache.pool_host.base": _memory_left,
     "sglang.srt.mem_cache.pool_host._kvcacheio": _kernels,
     "sglang.srt.mem_cache.pool_host.mha": _host_pool,
 }

@@ -14,9 +14,11 @@ that is not in these tables is refused with a reason, and SGLang then runs witho
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
+from penstock.connectors.base.keys import AdapterFiles
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layout import GroupKind, HeadRange
 from penstock.vocabulary.planes import Axis, PlaneRole
@@ -61,6 +63,23 @@ def why_not(server_args: Any, params: Any, components: Iterable[Any], pool: Any)
         "handing prompts over is not supported": server_args.disaggregation_mode != "null",
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def marks_of(server_args: Any) -> str:
+    """What else of SGLang's options its KV depends on, as a digest.
+
+    The id that SGLang gives an adapter of `--lora-paths` is made from its name and path: after a
+    restart there may be other files.
+    """
+    files = AdapterFiles()
+    adapters = [
+        f"{each.lora_name}={each.lora_path}={files.version(str(each.lora_path))}"
+        for each in server_args.lora_paths or []
+    ]
+    # The element type as well: pools keep several kinds of fp8 in the same bytes.
+    names = ("kv_cache_dtype", "dtype", "quantization", "json_model_override_args")
+    said = [*(f"{name}={getattr(server_args, name)}" for name in names), *sorted(adapters)]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
 def engine_of(pool: Any, page_tokens: int) -> ServedEngine:
