@@ -126,6 +126,10 @@ class PageTiers:
         """The tiers themselves."""
         return self._offload
 
+    def keys_of(self, hashes: Sequence[str]) -> list[Key]:
+        """What the tiers call these pages from now on, until a reset."""
+        return self._keys.of(hashes)
+
     # ---------------------------------------------------------------- what can be loaded
 
     def expect(self, request: str, hashes: Sequence[str]) -> None:

@@ -27,12 +27,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from penstock.connectors.base.pages import PageTiers
 from penstock.connectors.base.statistics import BlockBytes, TransferCounts
 from penstock.connectors.sglang import pools
+from penstock.connectors.sglang.events import PageEvents
 from penstock.connectors.sglang.metrics import LinkerReport
 from penstock.connectors.sglang.versions import log, log_off, read_settings
 from penstock.connectors.sglang.waiting import WaitingRequests
@@ -81,6 +83,7 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._rank, self._ranks = _place(params)
         self._tiers: PageTiers | None = None
         self._waiting: WaitingRequests | None = None
+        self._events: PageEvents | None = None
         self._loaded: set[str] = set()
         """Requests that were loaded for the step that is being put together."""
         self._failed = False
@@ -90,12 +93,17 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if why := pools.why_not(server_args, params, components, pool):
             log_off(why)
             return
-        self._open(config, pool)
+        self._open(
+            config,
+            pool,
+            marks=pools.marks_of(server_args),
+            announces=is_kv_publisher_rank(server_args.kv_events_config),
+        )
         self._report = LinkerReport(
             self._counts.counters, rank=self._rank, page=server_args.enable_metrics
         )
 
-    def _open(self, config: Config, pool: Any) -> None:
+    def _open(self, config: Config, pool: Any, *, marks: str, announces: bool) -> None:
         config = pools.engine_of(pool, self._page_tokens).fit_config(config)
         tier = pools.tier_of(pool, self._page_tokens)
         page_bytes = tier.layout.block_bytes
@@ -105,9 +113,11 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
             open_offload(config, kv=tier),
             self._counts,
             page_bytes=page_bytes,
-            part=f"rank {self._rank} of {self._ranks}" if self._ranks > 1 else "",
+            part=f"{marks} rank {self._rank} of {self._ranks}",
             verifies=self._ranks > 1,
         )
+        if announces:
+            self._events = PageEvents(config, self._tiers)
         if self._tiers.offload.persists:
             self._waiting = WaitingRequests(
                 self._tiers, page_tokens=self._page_tokens, holds_back=self._ranks == 1
@@ -139,6 +149,8 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._tiers is None:
             return False
         self._follow_step()
+        if self._events is not None:
+            self._events.name(pages.keys)
         if self._tiers.load(rid, pages.keys, self._numbers(pages)):
             self._loaded.add(rid)
             return True
@@ -172,6 +184,8 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         pages = _pages_of(transfers)
         self._follow_step()
+        if self._events is not None:
+            self._events.name(pages.keys)
         self._tiers.save(pages.keys, self._numbers(pages))
         return True
 
