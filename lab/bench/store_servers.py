@@ -101,8 +101,8 @@ class StoreServers:
             self._require_running(lender, deadline, "the process that lends memory to Mooncake")
         return address, metrics
 
-    def start_lmcache(self, redis_port: int, memory_gib: float, *, chunk_tokens: int) -> int:
-        """Starts LMCache's server over a Redis; its port.
+    def start_lmcache(self, redis_port: int | None, memory_gib: float, *, chunk_tokens: int) -> int:
+        """Starts LMCache's server, over a Redis if there is one; its port.
 
         Raises:
             UnavailableError: it does not start.
@@ -115,8 +115,9 @@ class StoreServers:
         # Copies go through the engine's own process: there is no GPU whose memory could be opened.
         words += ["--supported-transfer-mode", "engine_driven", "--max-workers", "2"]
         words += ["--disable-observability"]
-        store = {"type": "resp", "host": "127.0.0.1", "port": redis_port}
-        words += ["--l2-adapter", json.dumps(store)]
+        if redis_port is not None:
+            store = {"type": "resp", "host": "127.0.0.1", "port": redis_port}
+            words += ["--l2-adapter", json.dumps(store)]
         self._start("LMCache's server", [str(self._python), "-c", program, *words], port)
         return port
 

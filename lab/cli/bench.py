@@ -25,6 +25,12 @@ from lab.bench.interference import on_cpu as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
 from lab.bench.report import BenchReport
+from lab.bench.sglang import PROMPTS as SGLANG_PROMPTS
+from lab.bench.sglang import SIDES as SGLANG_SIDES
+from lab.bench.sglang import TOKENS as SGLANG_TOKENS
+from lab.bench.sglang import TOKENS_MAX as SGLANG_TOKENS_MAX
+from lab.bench.sglang import run_sglang
+from lab.bench.sglang_child import PAGE_TOKENS as SGLANG_PAGE
 from lab.bench.store import ROUNDS as STORE_ROUNDS
 from lab.bench.store import run_store
 from lab.bench.vllm_gpu import PARTS as GPU_PARTS
@@ -557,6 +563,44 @@ def bench_shared_prefix(
     report = new_report()
     python = peer_python or Path(sys.executable)
     run_vllm_shared(report, python=python, tokens=tokens, prompts=prompts, sides=names)
+    finish(report, json=json, check=check)
+
+
+@commands.command("sglang")
+def bench_sglang(
+    *,
+    json: JsonOption = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--peer-python",
+            metavar="PATH",
+            help="The Python of `make test-sglang`; LMCache may be on PYTHONPATH.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, max=100, help="Each is asked of every side.")
+    ] = SGLANG_PROMPTS,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=512, max=SGLANG_TOKENS_MAX, help="Of each prompt.")
+    ] = SGLANG_TOKENS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="SIDES", help=f"By comma: {', '.join(SGLANG_SIDES)}.")
+    ] = "",
+    check: CheckOption = False,
+) -> None:
+    """Measure first tokens of prompts that an earlier SGLang process has computed."""
+    names = tuple(dict.fromkeys(only.split(","))) if only else SGLANG_SIDES
+    if not set(names) <= set(SGLANG_SIDES):
+        known = ", ".join(SGLANG_SIDES)
+        raise typer.BadParameter(f"is {only!r}, must be of {known}", param_hint="--only")
+    if tokens % SGLANG_PAGE:
+        raise typer.BadParameter(
+            f"is {tokens}, must be a multiple of {SGLANG_PAGE}", param_hint="--tokens"
+        )
+    report = new_report()
+    python = peer_python or Path(sys.executable)
+    run_sglang(report, python=python, tokens=tokens, prompts=prompts, sides=names)
     finish(report, json=json, check=check)
 
 
