@@ -14,7 +14,15 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
-from penstock.replay.advice import ENOUGH, CachePlan, CellFound, PlanCell, sentence_on_the_gap
+from penstock.replay.advice import (
+    ENOUGH,
+    CachePlan,
+    CellFound,
+    PlanCell,
+    PlanRow,
+    recommend,
+    sentence_on_the_gap,
+)
 from penstock.replay.page import LineChart, page_of, round_sizes
 from penstock.replay.plan import (
     ADAPTIVE,
@@ -26,6 +34,7 @@ from penstock.replay.plan import (
     cells_of,
     default_sizes,
 )
+from penstock.replay.report import FirstToken
 from penstock.replay.simulation import Speeds
 from tests.serve import browser
 
@@ -96,6 +105,30 @@ def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -
         pytest.approx(48 * 96 / (40 * MIB)),
         0.0,
     ]
+
+
+def test_where_times_are_known_the_first_token_decides_and_not_the_share() -> None:
+    def row(host: float, rate: float, mean_s: float | None) -> PlanRow:
+        cell = PlanCell(policy=LRU, write=WRITES[0] if host else "", host_gib=host, disk_gib=0.0)
+        times = dict.fromkeys(("p50_s", "p90_s", "p99_s", "compute_busy"), 0.5)
+        first = None if mean_s is None else FirstToken(mean_s=mean_s, **times)
+        found = CellFound(
+            requests=9, refused=0, tokens=900, token_rate=rate, tier_rates=[rate], first_token=first
+        )
+        return PlanRow(
+            cell=cell, total_gib=1 + host, found=found, best_rate=0.9, tokens_per_gib=None
+        )
+
+    by_time = recommend([row(0, 0.1, 1.5), row(2, 0.4, 1.05), row(4, 0.6, 0.98), row(8, 0.6, 0.97)])
+    by_share = recommend([row(0, 0.1, None), row(2, 0.4, None), row(4, 0.6, None)])
+
+    assert by_time.cell.host_gib == 2
+    assert by_time.reason == (
+        "It finds 40.00% of prompt tokens with 3 GiB in all, and the first token comes after 1.05 "
+        "s on average. No smaller host tier is within 11% of the 0.97 s of the quickest "
+        "configuration here, of up to 9 GiB."
+    )
+    assert by_share.cell.host_gib == 4
 
 
 def test_a_plan_without_a_host_tier_says_why(trace: str) -> None:

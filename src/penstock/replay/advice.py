@@ -15,7 +15,7 @@ import msgspec
 from penstock.replay.report import FirstToken  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 ENOUGH = 0.9
@@ -137,8 +137,8 @@ def _reason(rows: Sequence[PlanRow], chosen: PlanRow, best: PlanRow) -> str:
     else:
         text += f", and the first token comes after {first.mean_s:.2f} s on average. "
         most = f"the {quickest.mean_s:.2f} s of the quickest configuration here"
-        close = less = f"within {1 / ENOUGH - 1:.0%} of {most}"
-        less = f"is {less}"
+        close = f"within {1 / ENOUGH - 1:.0%} of {most}"
+        less = f"is {close}"
     tried = f", of up to {largest:g} GiB"
     if not any(row.cell.host_gib for row in rows):
         return f"{text}No host tier was tried."
@@ -185,19 +185,16 @@ def _difference(cell: PlanCell, base: PlanCell) -> str:
 
 def notes_on(rows: Sequence[PlanRow], device_gib: float) -> list[str]:
     """What those who gave the sizes should know."""
-    return list(_notes(rows, device_gib))
-
-
-def _notes(rows: Sequence[PlanRow], device_gib: float) -> Iterator[str]:
     small = {
         row.cell.host_gib
         for row in rows
-        if row.cell.write not in {"", "exclusive"} and row.cell.host_gib <= device_gib
+        if row.cell.write == "write_through" and row.cell.host_gib <= device_gib
     }
-    if small:
-        sizes = ", ".join(f"{size:g}" for size in sorted(small))
-        yield (
-            f"A host tier of {sizes} GiB is not larger than the device, {device_gib:g} GiB: with "
-            "write_through it has the blocks that the device has, and finds next to nothing; with "
-            "exclusive, rooms add up."
-        )
+    if not small:
+        return []
+    sizes = ", ".join(f"{size:g}" for size in sorted(small))
+    return [
+        f"A host tier of {sizes} GiB is not larger than the device, {device_gib:g} GiB: with "
+        "write_through it has the blocks that the device has, and finds next to nothing; with "
+        "exclusive, rooms add up."
+    ]
