@@ -223,6 +223,7 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
             os.mkfifo(trace)
 
     before = multiprocessing.active_children()
+    threads = set(threading.enumerate())
 
     def kill_one() -> None:
         for _ in range(1200):
@@ -237,12 +238,24 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
         plan_for(trace, jobs=2, watch=BlocksReplays())
     killer.join()
 
-    # A thread of the pool may have waited for them first, and be about to say so.
-    for _ in range(1200):
-        if set(multiprocessing.active_children()) <= set(before):
-            break
-        threading.Event().wait(0.05)
     assert set(multiprocessing.active_children()) <= set(before)
+    assert set(threading.enumerate()) <= threads
+
+
+def test_an_interrupted_plan_leaves_neither_processes_nor_threads(trace: str) -> None:
+    class Interrupted(Watched):
+        def ended(self, found: tuple[PlanCell, CellFound] | None, done: int, total: int) -> None:
+            super().ended(found, done, total)
+            raise KeyboardInterrupt
+
+    before = multiprocessing.active_children()
+    threads = set(threading.enumerate())
+
+    with pytest.raises(KeyboardInterrupt):
+        plan_for(trace, jobs=2, watch=Interrupted(), writes=WRITES)
+
+    assert set(multiprocessing.active_children()) <= set(before)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_with_rates_the_recommended_sizes_are_tried_under_other_loads(trace: str) -> None:

@@ -299,11 +299,12 @@ class Planner:
                     "a process of the plan was killed, perhaps for want of memory: try fewer --jobs"
                 ) from error
             finally:
-                # After an error or Ctrl-C nobody waits for the replays that are under way.
-                pool.shutdown(wait=False, cancel_futures=True)
+                # After an error or Ctrl-C nobody waits for the replays that are under way, but for
+                # the pool's thread: it would close what Python writes to at its own end.
                 for process in set(multiprocessing.active_children()) - set(before):
                     process.kill()
                     process.join(KILL_S)
+                pool.shutdown(cancel_futures=True)
 
     def _loads(
         self, cell: PlanCell, rows: list[PlanRow], rates: dict[float, float]
