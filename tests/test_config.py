@@ -64,7 +64,7 @@ story_count = 20
 event_count = 30
 pin_share = 0.25
 blocks = 100
-eviction = "s3fifo"
+eviction = "adaptive"
 low_watermark = 0.1
 high_watermark = 0.2
 quotas = { a = 0.5 }
@@ -74,7 +74,7 @@ kind = "memory"
 blocks = 400
 write = "selective"
 hits = 3
-eviction = "s3fifo"
+eviction = "adaptive"
 low_watermark = 0.3
 high_watermark = 0.4
 quotas = { b = 1 }
@@ -114,7 +114,7 @@ def test_every_key_reaches_its_setting() -> None:
         device=TierSettings(
             name="device",
             slot_count=100,
-            eviction="s3fifo",
+            eviction="adaptive",
             low_watermark=0.1,
             high_watermark=0.2,
             quotas={"a": 0.5},
@@ -124,7 +124,7 @@ def test_every_key_reaches_its_setting() -> None:
                 name="host",
                 slot_count=400,
                 write=WritePolicy(kind=WriteKind.SELECTIVE, hits=3),
-                eviction="s3fifo",
+                eviction="adaptive",
                 low_watermark=0.3,
                 high_watermark=0.4,
                 quotas={"b": 1.0},
@@ -256,7 +256,11 @@ def test_an_unknown_key_that_is_near_to_none_is_refused_with_all_known_ones() ->
         ),
         (
             "eviction = 'fifo'",
-            "eviction: is 'fifo', must be one of lru, s3fifo, learned; did you mean",
+            "eviction: is 'fifo', must be one of lru, adaptive; did you mean",
+        ),
+        (
+            "eviction = 'learned'",
+            "eviction: is 'learned', must be 'adaptive', which took its place",
         ),
         ("quotas = 1", "quotas: is 1, must be a table of tenants, each with a number from 0 to 1"),
         ("quotas.batch = 2", "quotas.batch: is 2, must be a number from 0 to 1"),
@@ -451,7 +455,7 @@ def tiers(draw: st.DrawFn, name: str) -> TierSettings:
         slot_count=draw(st.integers(1, 2**31 - 1)),
         # The device ignores how blocks enter it, so a file does not say it.
         write=WritePolicy() if name == "device" else WritePolicy(kind=kind, hits=hits),
-        eviction=draw(st.sampled_from(["lru", "s3fifo", "learned"])),
+        eviction=draw(st.sampled_from(["lru", "adaptive"])),
         low_watermark=low,
         high_watermark=high,
         quotas=draw(quotas.filter(lambda shares: "*" not in shares)),

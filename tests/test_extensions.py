@@ -250,7 +250,7 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
     [
         (
             "cache.eviction = 'fif'",
-            "cache.eviction: is 'fif', must be one of lru, s3fifo, learned, fifo; ",
+            "cache.eviction: is 'fif', must be one of lru, adaptive, fifo; ",
         ),
         (
             "tiers = [{name = 'a', kind = 'p'}]",

@@ -6,7 +6,7 @@ nine in ten get their first token within a bound.
 | cache              | what it is                                                         |
 |--------------------|--------------------------------------------------------------------|
 | `off`              | device blocks alone                                                |
-| `lru`, `learned`   | a host tier below, and what leaves first                           |
+| `lru`, `adaptive`  | a host tier below, and what leaves first                           |
 | `lru, always load` | whatever is found is loaded, even if computing is predicted sooner |
 | `lru, no loads ahead` | loads begin when there is room in a step                        |
 | `lru, by layers`   | loads fill one layer after another, and steps join them            |
@@ -60,7 +60,7 @@ VARIANTS = {
         Variant(name=LRU),
         Variant(name="lru, always load", load_gate="off"),
         Variant(name="lru, no loads ahead", loads_ahead=False),
-        Variant(name="learned", eviction="learned"),
+        Variant(name="adaptive", eviction="adaptive"),
         Variant(name="lru, by layers", layer_wise="auto"),
     )
 }

@@ -410,13 +410,13 @@ class OffloadEngine(Engine):
     def _filtered(self, found: Found) -> bool:
         """Whether the hub keeps older blocks rather than a new one that was not hit yet.
 
-        S3-FIFO does so for those that were hit, every policy for those with a higher priority.
+        Every policy does so for those with a higher priority.
         """
         hub = self.world.books.hub
         assert hub is not None
         if found.miss.reason is not MissReason.EVICTED:
             return found.miss.reason is MissReason.REFUSED
-        return hub.policy.name == "s3fifo" or bool((hub.priority[hub.slot_of != NOWHERE] > 0).any())
+        return bool((hub.priority[hub.slot_of != NOWHERE] > 0).any())
 
     def _look_fresh(self, sequence: Sequence) -> Found:
         effects = self.world.send(ev.Lookup(keys=sequence.keys))

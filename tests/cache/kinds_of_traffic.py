@@ -165,6 +165,122 @@ def pauses(draw: Random, count: int) -> Prompts:
     return prompts
 
 
+def drift(draw: Random, count: int) -> Prompts:
+    """Documents whose popularity shifts over the day, and more questions at noon."""
+    number = draw.choice((200, 1000))
+    weights = list(accumulate((rank + 1) ** -draw.choice((0.8, 1.1)) for rank in range(number)))
+    period, shift = count * draw.choice((0.3, 0.6, 1.0)), draw.choice((0.5, 1.0)) * number
+    lengths = [_length(draw, 10) for _ in range(number)]
+    at_s, prompts = 0.0, []
+    for asked in range(count):
+        tide = math.sin(2 * math.pi * asked / period)
+        at_s += draw.expovariate(2 / (1.2 + tide))
+        which = draw.choices(range(number), cum_weights=weights)[0]
+        which = (which + int(shift * (1 + tide) / 2)) % number
+        prompts.append((at_s, _chain(f"d{which}", lengths[which]) + _chain(f"q{asked}", 1)))
+    return prompts
+
+
+def crowds(draw: Random, count: int) -> Prompts:
+    """Documents; now and then most questions are about a new one, for a while."""
+    number, begins = draw.choice((100, 1000)), draw.choice((0.005, 0.02))
+    lasts, share = draw.choice((20, 80, 200)), draw.choice((0.5, 0.9))
+    weights = list(accumulate((rank + 1) ** -0.8 for rank in range(number)))
+    lengths = [_length(draw, 10) for _ in range(number)]
+    at_s, prompts, left, born = 0.0, [], 0, 0
+    for asked in range(count):
+        at_s += draw.expovariate(1.0)
+        if not left and draw.random() < begins:
+            left, born, length = lasts, born + 1, _length(draw, 20)
+        if left and draw.random() < share:
+            left -= 1
+            name = _chain(f"c{born}", length)
+        else:
+            which = draw.choices(range(number), cum_weights=weights)[0]
+            name = _chain(f"d{which}", lengths[which])
+        prompts.append((at_s, name + _chain(f"q{asked}", 1)))
+    return prompts
+
+
+def waits(draw: Random, count: int) -> Prompts:
+    """Agents that wait for a person now and then, for many minutes."""
+    active, shared = draw.choice((5, 20, 60)), draw.choice((0, 20))
+    rarely, wait_s = draw.choice((0.05, 0.2)), draw.choice((300.0, 1800.0))
+    due = sorted((draw.uniform(0, 10), agent) for agent in range(active))
+    lengths, steps, prompts, born = {}, {}, [], active
+    while len(prompts) < count:
+        at_s, agent = heappop(due)
+        if agent not in lengths:
+            lengths[agent], steps[agent] = _length(draw, 15), draw.randint(3, 80)
+        prompts.append((at_s, _chain("tools", shared) + _chain(f"a{agent}", lengths[agent])))
+        lengths[agent] += draw.randint(1, 5)
+        steps[agent] -= 1
+        if steps[agent] == 0:
+            agent, born = born, born + 1
+        pause_s = wait_s if draw.random() < rarely else 6.0
+        heappush(due, (at_s + pause_s * draw.lognormvariate(0, 0.8), agent))
+    return prompts
+
+
+def wonders(draw: Random, count: int) -> Prompts:
+    """Most prompts come once; some are asked again and again."""
+    number, share = draw.choice((10, 50, 200)), draw.choice((0.1, 0.3, 0.5))
+    lengths = [_length(draw, 10) for _ in range(number)]
+    at_s, prompts = 0.0, []
+    for asked in range(count):
+        at_s += draw.expovariate(1.0)
+        if draw.random() < share:
+            which = draw.randrange(number)
+            prompts.append((at_s, _chain(f"h{which}", lengths[which]) + _chain(f"q{asked}", 1)))
+        else:
+            prompts.append((at_s, _chain(f"o{asked}", _length(draw, 10))))
+    return prompts
+
+
+def comebacks(draw: Random, count: int) -> Prompts:
+    """Users talk for some turns, leave for long, and come back; some begin anew."""
+    users, goes_on = draw.choice((30, 150, 600)), draw.choice((0.3, 0.75))
+    away_s, gap_s = draw.choice((200.0, 1500.0)), draw.choice((5.0, 20.0))
+    lengths = [_length(draw, 8) for _ in range(users)]
+    due = sorted((draw.uniform(0, away_s), user) for user in range(users))
+    prompts: Prompts = []
+    while len(prompts) < count:
+        at_s, user = heappop(due)
+        prompts.append((at_s, _chain(f"u{user}", lengths[user])))
+        lengths[user] = min(200, lengths[user] + draw.randint(1, 3))
+        if draw.random() < goes_on:
+            heappush(due, (at_s + gap_s * draw.lognormvariate(0, 0.8), user))
+        else:
+            lengths[user] = 1 if draw.random() < 0.2 else lengths[user]
+            heappush(due, (at_s + draw.expovariate(1 / away_s), user))
+    return prompts
+
+
+def regimes(draw: Random, count: int) -> Prompts:
+    """What is popular is replaced as a whole every so often; other prompts come once."""
+    every = max(50, int(count * draw.choice((0.1, 0.25, 0.5))))
+    number, share, length = draw.choice((20, 100)), draw.choice((0.4, 0.8)), draw.choice((4, 12))
+    prompts = []
+    for asked in range(count):
+        popular = f"r{asked // every} {draw.randrange(number)}"
+        name = popular if draw.random() < share else f"o{asked}"
+        prompts.append((float(asked), _chain(name, length)))
+    return prompts
+
+
+def tenants(draw: Random, count: int) -> Prompts:
+    """Several tenants at a time, each with traffic of a kind of its own."""
+    prompts: Prompts = []
+    for tenant in range(draw.choice((2, 3, 5))):
+        kind = draw.choice((documents, chats, agents, scans, recency))
+        own = sorted(kind(draw, count), key=lambda prompt: prompt[0])
+        hour_s = draw.uniform(0.3, 1.7) * (own[-1][0] or 1.0)
+        prompts += [
+            (at_s / hour_s, [b"%d %b" % (tenant, key) for key in keys]) for at_s, keys in own
+        ]
+    return sorted(prompts, key=lambda prompt: prompt[0])[:count]
+
+
 def phases(draw: Random, count: int) -> Prompts:
     """One kind after another."""
     prompts: Prompts = []
@@ -181,7 +297,23 @@ def phases(draw: Random, count: int) -> Prompts:
 
 KINDS: dict[str, Callable[[Random, int], Prompts]] = {
     kind.__name__: kind
-    for kind in (documents, chats, agents, scans, recency, reversals, pauses, phases)
+    for kind in (
+        documents,
+        drift,
+        crowds,
+        chats,
+        comebacks,
+        agents,
+        waits,
+        tenants,
+        scans,
+        recency,
+        wonders,
+        reversals,
+        regimes,
+        pauses,
+        phases,
+    )
 }
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cache.eviction import POLICIES, LearnedPolicy, LruPolicy, S3FifoPolicy
+from penstock.cache.eviction import POLICIES, AdaptivePolicy, LruPolicy
 from penstock.testing.policy_suite import HISTORIES, PolicySuite
 
 if TYPE_CHECKING:
@@ -24,41 +24,37 @@ class TestLruPolicy(PolicySuite):
         return LruPolicy(slot_count, standing)
 
 
-class TestS3FifoPolicy(PolicySuite):
+class TestAdaptivePolicy(PolicySuite):
     def make_policy(self, slot_count: int, standing: Standing) -> EvictionPolicy:
-        return S3FifoPolicy(slot_count, standing)
+        return AdaptivePolicy(slot_count, standing)
 
 
-class TestLearnedPolicy(PolicySuite):
-    def make_policy(self, slot_count: int, standing: Standing) -> EvictionPolicy:
-        return LearnedPolicy(slot_count, standing)
+class DecidedPolicy(AdaptivePolicy):
+    """One rate after another leads, whatever was found: so it also refuses blocks."""
 
-
-class PassingTimePolicy(LearnedPolicy):
-    """Each event comes some time after the last, so that ages differ."""
+    rates = (3, 0, 4, 1, 2)
+    turns = 0
 
     def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:
-        self.advance(7.0 * tick)
         super().add(nodes, keys, tick=tick)
+        self._decide()
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
-        self.advance(7.0 * tick)
         super().touch(nodes, tick=tick)
+        self._decide()
+
+    def _decide(self) -> None:
+        self.turns += 1
+        self._learner.follow(self.rates[self.turns // 5 % len(self.rates)])
 
 
-class TestLearnedPolicyWhileTimePasses(PolicySuite):
+class TestAdaptivePolicyThatChangesItsRate(PolicySuite):
     def make_policy(self, slot_count: int, standing: Standing) -> EvictionPolicy:
-        return PassingTimePolicy(slot_count, standing)
+        return DecidedPolicy(slot_count, standing)
 
 
-class ConfidentPolicy(PassingTimePolicy):
-    """It is sure that it knows better than LRU, so that it refuses blocks."""
-
-    def __init__(self, slot_count: int, standing: Standing) -> None:
-        super().__init__(slot_count, standing)
-        curves = self._curves
-        curves._own_hits = curves._ahead = 1e9
-        curves.ranking = curves._by_value
+class ConfidentPolicy(DecidedPolicy):
+    rates = (1,)
 
 
 class ConfidentSuite(PolicySuite):
@@ -92,7 +88,6 @@ def test_some_blocks_are_refused_and_others_are_not() -> None:
 
 def test_every_policy_that_settings_can_name_is_held_to_the_suite() -> None:
     held = {TestLruPolicy().make_policy(1, lambda _: None).name}
-    held.add(TestS3FifoPolicy().make_policy(1, lambda _: None).name)
-    held.add(TestLearnedPolicy().make_policy(1, lambda _: None).name)
+    held.add(TestAdaptivePolicy().make_policy(1, lambda _: None).name)
 
     assert held == set(POLICIES)

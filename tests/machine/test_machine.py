@@ -111,7 +111,7 @@ def test_stories_are_bounded(make_driver: MakeDriver) -> None:
 
 def test_the_same_events_give_the_same_effects(make_driver: MakeDriver) -> None:
     def told() -> list[str]:
-        driver = make_driver(device=7, host=8, ranks=2, eviction="s3fifo")
+        driver = make_driver(device=7, host=8, ranks=2, eviction="adaptive")
         seen = []
         for word in ("abc", "abx", "pqr", "abc", "q"):
             granted = driver.acquire(word)

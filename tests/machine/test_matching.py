@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lab.fixtures.frozen import freeze
-from penstock.cache.eviction import LearnedPolicy
+from penstock.cache.eviction import AdaptivePolicy
 from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
@@ -105,9 +105,9 @@ def evicted_over_quota(make_driver: MakeDriver) -> ef.Granted:
 
 
 def refused_below(make_driver: MakeDriver) -> ef.Granted:
-    host = TierSettings(name="host", slot_count=1, eviction="learned")
+    host = TierSettings(name="host", slot_count=1, eviction="adaptive")
     driver = make_driver(device=3, host=host)
-    with patch.object(LearnedPolicy, "admit", lambda *_, **__: lambda _: 0):
+    with patch.object(AdaptivePolicy, "admit", lambda *_, **__: lambda _: 0):
         driver.store("a", "b", "cd")
     return driver.acquire("b")
 

@@ -97,7 +97,7 @@ class CacheLife(hs.RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         writes=st.tuples(*[st.sampled_from(list(WriteKind)[1:])] * 2),
         blocks_max=st.sampled_from([1, 2, 64]),
-        eviction=st.sampled_from(["lru", "s3fifo", "learned"]),
+        eviction=st.sampled_from(["lru", "adaptive"]),
         quotas=st.sampled_from([{}, {"ann": 0.5}, {"*": 0.4}]),
     )
     def begin(self, slots: Any, writes: Any, ranks: int, blocks_max: int, **kinds: Any) -> None:
@@ -471,7 +471,7 @@ class CalmLife(CacheLife):
 
     trouble = report = report_again = move_without_a_word = None
 
-    @hs.initialize(ranks=st.integers(1, 2), eviction=st.sampled_from(["lru", "s3fifo", "learned"]))
+    @hs.initialize(ranks=st.integers(1, 2), eviction=st.sampled_from(["lru", "adaptive"]))
     def begin(self, ranks: int, eviction: str) -> None:
         device = TierSettings(name="device", slot_count=14, eviction=eviction)
         host = TierSettings(name="host", slot_count=1024, eviction=eviction)

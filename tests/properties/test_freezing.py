@@ -31,7 +31,7 @@ BLOCK_TOKENS = 2
 histories = given(
     seed=st.integers(0, 1_000_000),
     length=st.integers(40, 160),
-    eviction=st.sampled_from(["lru", "s3fifo", "learned"]),
+    eviction=st.sampled_from(["lru", "adaptive"]),
 )
 thorough = settings(
     derandomize=True,

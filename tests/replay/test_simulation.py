@@ -152,7 +152,7 @@ def test_a_bound_without_room_for_its_file_says_what_to_do(
     traces,
     st.integers(7, 14),
     st.integers(1, 14),
-    st.sampled_from(["lru", "s3fifo"]),
+    st.sampled_from(["lru", "adaptive"]),
     st.sampled_from([Speeds(), Speeds(prefill_tokens_per_s=10, tier_bytes_per_s={"host": 900})]),
 )
 @settings(max_examples=50, deadline=None)
@@ -228,7 +228,7 @@ def plain_lru(requests: list[TraceRequest], slots: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("eviction", ["learned", "lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["adaptive", "lru"])
 def test_perfect_hints_let_one_conversation_stay_among_many_that_end(eviction: str) -> None:
     stays = Chain(branch=0, blocks=4, rest=1)
     chains = [stays]
@@ -248,7 +248,7 @@ def test_perfect_hints_let_one_conversation_stay_among_many_that_end(eviction: s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("eviction", ["learned", "lru"])
+@pytest.mark.parametrize("eviction", ["adaptive", "lru"])
 def test_perfect_hints_bring_most_of_what_is_possible_on_the_shipped_conversation(
     eviction: str,
 ) -> None:

@@ -173,7 +173,7 @@ LIVES: dict[str, tuple[int, dict[str, object]]] = {
             "blocks": 40,
             "tiers": {"host": 80},
             "write": "write_back",
-            "settings": 'eviction = "s3fifo"\nlow_watermark = 0.2\nhigh_watermark = 0.4',
+            "settings": 'eviction = "adaptive"\nlow_watermark = 0.2\nhigh_watermark = 0.4',
         },
     ),
 }

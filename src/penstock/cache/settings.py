@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from penstock.cache.eviction import POLICIES, policy_named
+from penstock.cache.eviction import POLICIES, REPLACED, policy_named
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_POLICIES
 from penstock.vocabulary.keys import BLOCK_TOKENS_MAX
@@ -92,7 +92,9 @@ class TierSettings:
     """Slots; a tier with `gib` has that instead."""
     write: WritePolicy = field(default_factory=WritePolicy)
     """How blocks enter this tier. The device tier is filled by the engine and ignores it."""
-    eviction: Annotated[str, String(choices=EVICTION_POLICIES, others=OTHER_POLICIES)] = "lru"
+    eviction: Annotated[
+        str, String(choices=EVICTION_POLICIES, others=OTHER_POLICIES, replaced=REPLACED)
+    ] = "lru"
     """Eviction policy; others can be installed."""
     low_watermark: Annotated[float, Number(minimum=0, maximum=0.99)] = 0.0
     """Share of free slots below which blocks are evicted in the background."""

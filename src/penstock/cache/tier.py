@@ -25,7 +25,7 @@ from penstock.cache.eviction import (
     policy_named,
 )
 from penstock.cache.nodes import NOWHERE, NodeTable, grown
-from penstock.cache.settings import DEVICE
+from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LEAVING, READY, SLOT_TABLE, SlotMove, SlotState
 from penstock.errors import InvariantViolation
 
@@ -285,11 +285,8 @@ class Tier:
         self._hint_share = hint_share
         self.policy = self._make_policy()
         self.quota_arrays = self._make_policy() if settings.quotas else None
-        """Of a policy that lets others share its arrays: a block has one tenant, so all can. There
-        before any tenant, for it may be given what an earlier process has learned of them."""
-        both: tuple[object, ...] = (self.policy, self.quota_arrays)
-        self.followers = [each for each in both if isinstance(each, FollowsRequests)]
-        """The policies that are told the time; the first one, if there is any, is `policy`."""
+        """Of a policy that lets others share its arrays: a block has one tenant, so all can."""
+        self._follower = self.policy if isinstance(self.policy, FollowsRequests) else None
         self.may_refuse = isinstance(self.policy, Admits) and self.policy.may_refuse
         """Whether blocks that nobody needs here now may be worth too little to enter."""
         self.reclaims = False
@@ -416,20 +413,15 @@ class Tier:
 
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
         """A request that used the copies here has ended."""
-        if not self.followers:
+        if self._follower is None:
             self.touch(nodes, tick=tick)
             return
-        self.followers[0].release(nodes, tick=tick)
+        self._follower.release(nodes, tick=tick)
         for tenant, _ in self._tenants_of(nodes) if self._quota_policies else ():
             own: object = self._quota_policies.get(tenant)
             if isinstance(own, FollowsRequests):
                 own.release(nodes[self.nodes.tenant[nodes] == tenant], tick=tick)
         self.offer(nodes)
-
-    def advance(self, now: float) -> None:
-        """It is `now`: for policies that follow the time."""
-        for policy in self.followers:
-            policy.advance(now)
 
     def offer(self, nodes: NDArray[np.int32]) -> None:
         """Queues those of `nodes` that may leave."""
@@ -832,7 +824,9 @@ class Tier:
     def _make_policy(self) -> EvictionPolicy:
         make = policy_named(self.settings.eviction)
         policy = make(self.pool.slot_count, self.standing)
-        if self.index != DEVICE and isinstance(policy, Admits):
+        lost = self.settings.write.kind is WriteKind.EXCLUSIVE
+        # Under `exclusive`, what is refused would be nowhere.
+        if self.index != DEVICE and isinstance(policy, Admits) and not lost:
             policy.may_refuse = True
         policy.resize(self.nodes.capacity)
         return policy

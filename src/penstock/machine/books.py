@@ -284,8 +284,6 @@ class Books:
         self._owned = [tier for tier in self.tiers if tier is not None]
         self._lower = [tier for tier in self.tiers[HUB:] if tier is not None]
         self._fed_by = self._feed_tiers()
-        self.tiers_in_time = [tier for tier in self.owned_tiers() if tier.followers]
-        """Those whose policy is told the time of every event."""
         self.ledger = Ledger(incarnation)
         self.rates = Rates(settings)
         self.leases: dict[LeaseId, LeaseRecord] = {}

@@ -65,8 +65,6 @@ class CacheMachine:
         books.tick += 1
         books.now = now
         books.effects = []
-        for tier in books.tiers_in_time:
-            tier.advance(now)
         self._suspect = type(event).__name__
         try:
             handler(books, event, now)

@@ -137,6 +137,8 @@ class String:
 
     choices: tuple[str, ...] = ()
     others: ExtensionGroup[Any] | None = None
+    replaced: Mapping[str, str] | None = None
+    """Names of earlier versions, with what took their place."""
     """Entry points that add choices."""
 
     def read(self, place: str, value: object) -> str:
@@ -147,6 +149,8 @@ class String:
             return value
         if self.others is not None and self.others.find(value, place) is not None:
             return value
+        if self.replaced is not None and value in self.replaced:
+            raise _refused(place, value, f"{self.replaced[value]!r}, which took its place")
         known = (*self.choices, *(self.others.names() if self.others else ()))
         raise _refused(place, value, f"{String(choices=known)}{nearest(value, known)}")
 

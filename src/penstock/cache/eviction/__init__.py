@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.cache.eviction.adaptive import AdaptivePolicy
 from penstock.cache.eviction.base import (
     Admits,
     EvictionPolicy,
@@ -16,8 +17,7 @@ from penstock.cache.eviction.base import (
     SharesArrays,
     Standing,
 )
-from penstock.cache.eviction.learned import LearnedPolicy
-from penstock.cache.eviction.queues import LruPolicy, S3FifoPolicy
+from penstock.cache.eviction.queues import LruPolicy
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_POLICIES
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 POLICIES: dict[str, MakePolicy] = {
     "lru": LruPolicy,
-    "s3fifo": S3FifoPolicy,
-    "learned": LearnedPolicy,
+    "adaptive": AdaptivePolicy,
 }
+
+REPLACED = {"s3fifo": "adaptive", "learned": "adaptive"}
+"""What took the place of policies of earlier versions."""
 
 
 def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
@@ -40,6 +42,8 @@ def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
         ConfigError: there is none, or its entry point is broken; `place` is the setting.
     """
     make = POLICIES.get(name) or OTHER_POLICIES.find(name, place)
+    if make is None and name in REPLACED:
+        raise ConfigError(place, f"is {name!r}, must be {REPLACED[name]!r}, which took its place")
     if make is None:
         known = ", ".join([*POLICIES, *OTHER_POLICIES.names()])
         raise ConfigError(place, f"is {name!r}, must be one of {known}")
@@ -48,13 +52,13 @@ def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
 
 __all__ = [
     "POLICIES",
+    "REPLACED",
+    "AdaptivePolicy",
     "Admits",
     "EvictionPolicy",
     "FollowsRequests",
     "Judge",
-    "LearnedPolicy",
     "LruPolicy",
-    "S3FifoPolicy",
     "SharesArrays",
     "Standing",
     "policy_named",

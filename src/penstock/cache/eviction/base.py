@@ -107,14 +107,7 @@ class SharesArrays(Protocol):
 
 @runtime_checkable
 class FollowsRequests(Protocol):
-    """A policy that learns when blocks are used again, in seconds.
-
-    For others, the end of a request is a `touch` of its blocks.
-    """
-
-    def advance(self, now: float) -> None:
-        """It is `now`, in seconds; called before everything else that an event brings."""
-        ...
+    """A policy that counts uses: for others, the end of a request is a `touch` of its blocks."""
 
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
         """A request that used these blocks has ended: a use, but not a hit."""
