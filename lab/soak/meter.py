@@ -38,7 +38,7 @@ class Look(NamedTuple):
     threads: int
     processes: int
     files: int
-    """In the folder of the disk and of the server's state, and shared memory."""
+    """In the folder of all that it writes. Shared memory of others has files, ours has not."""
 
 
 class Bound(NamedTuple):
@@ -70,8 +70,7 @@ def look(world: World, **counted: float) -> Look:
             descriptors += sum(1 for _ in Path(f"/proc/{role.pid}/fd").iterdir())
             if role.name == "server":
                 own = status["VmRSS"] / 1024
-    folders = (world.disk, world.folder / "state", Path("/dev/shm"))
-    files = sum(1 for folder in folders for each in folder.rglob("*") if each.is_file())
+    files = sum(each.is_file() for each in world.folder.rglob("*"))
     return Look(
         **counted,  # type: ignore[arg-type]
         memory_mib=round(memory, 1),
