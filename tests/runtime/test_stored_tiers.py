@@ -385,3 +385,19 @@ def test_what_an_engine_has_from_before_the_reset_of_another_is_not_written_afte
 
             assert kept == len(before), "it has them in its own memory"
             assert third.answer(longer) == 0
+
+
+def test_an_engine_with_another_key_is_refused_by_the_process_that_serves_its_folder(
+    tmp_path: Path,
+) -> None:
+    folder, key = tmp_path / "disk", tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    with Engine(folder) as engine:
+        engine.wait_until_on()
+
+        with Engine(folder, key_file=key) as other:
+            other.run_until(lambda: "key_file" in "".join(other.cache.health().reasons))
+            other.answer(prompt(1))
+
+            assert said(engine).blocks == 0

@@ -64,7 +64,7 @@ TIER = StoreTierConfig(
 def test_requests_are_read_as_they_were_written() -> None:
     batch = [
         ArenaOffered("memfd 1:2", 5, b"form", bytes(16)),
-        OwnerHello(U64, bytes(16), ["memfd 1:2"], ["disk"]),
+        OwnerHello(U64, bytes(16), ["memfd 1:2"], ["disk"], terms=["0f"]),
         SaveRequest(1, 0, b"".join(KEYS), join_parents([None, *KEYS[:4]], 5), b"", U64, 1.5),
         LoadRequest(2, 15, b"".join(KEYS), b"", 0, 0.0),
         VoidSeen(1, 7),

@@ -241,7 +241,14 @@ class StoreLink:
     ) -> None:
         """Prepares the process if it is to be `embedded`; the rest happens in `collect`."""
         self._clock = clock
-        self._hello = OwnerHello(life, space, list(arenas), list(tiers.values()))
+        terms = {tier.name: tier.terms for tier in config.tiers}
+        self._hello = OwnerHello(
+            life,
+            space,
+            list(arenas),
+            list(tiers.values()),
+            terms=[terms[name] for name in tiers.values() if name in terms],
+        )
         self._numbers = {index: number for number, index in enumerate(tiers)}
         self._indexes = list(tiers)
         self._session = StoreSession(Path(config.socket))

@@ -22,6 +22,7 @@ has changed.
 from __future__ import annotations
 
 import os
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.keys import Key
 
-VERSION = 2
+VERSION = 3
 FRAME_BYTES_MAX = 192 << 10
 """What fits into the send buffer that Linux gives a socket by default (208 KiB)."""
 BATCH_BYTES = 128 << 10
@@ -103,6 +104,8 @@ class OwnerHello(StoreMessage, array_like=True, frozen=True, gc=False):
     generations: Annotated[list[Count | None], msgspec.Meta(max_length=TIERS_MAX)] = []
     """The last generation of its space that it knows of, by number of the tier: none of before it
     may count again, whatever a store says."""
+    terms: Annotated[list[Name], msgspec.Meta(max_length=TIERS_MAX)] = []
+    """`StoreTierConfig.terms` of the tiers, as its own configuration has them."""
 
 
 class SaveRequest(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -398,6 +401,11 @@ FOLDER_FAILED = 64
 """Its exit status where the socket's folder is of no use, plus the number of the system's error."""
 
 
+FILES = ("path", "key_file")
+TERMS = ("url", "endpoint", "master", "store")
+"""Options that are part of the terms. Others, such as sizes and times, are those of the process."""
+
+
 class StoreTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier of the store process."""
 
@@ -412,6 +420,14 @@ class StoreTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def folder(self) -> str:
         """Of a disk tier."""
         return str(self.options.get("path", ""))
+
+    @property
+    def terms(self) -> str:
+        """A digest of what its users must agree on: where blocks lie, and who can read them."""
+        files = [str(self.options.get(name, "")) for name in FILES]
+        said = [self.kind, *(file and os.path.realpath(file) for file in files)]
+        said += [str(self.options.get(name, "")) for name in TERMS]
+        return sha256("\0".join(said).encode()).hexdigest()[:32]
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -440,6 +440,12 @@ class StoreServer:
             if owner.hello.life == hello.life:
                 self._end(other, "its owner has opened another session")
         tiers = [self._slot_named(name) for name in hello.tiers]
+        for slot, terms in zip(tiers, hello.terms, strict=False):
+            if terms != slot.terms:
+                raise PeerError(
+                    f"tier {slot.name!r} has another kind, path, url or key_file in the process "
+                    "that serves it here: engines that share one need the same"
+                )
         tell_known(hello, tiers)
         generations = [slot.generation(hello.space) for slot in tiers]
         owner = OwnerState(hello=hello, tiers=tiers, ranks=ranks, generations=generations)

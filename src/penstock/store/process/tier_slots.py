@@ -167,6 +167,7 @@ class TierSlot:
                 "tiers.kind", f"is {config.kind!r} in tier {config.name!r}, must be one of: {known}"
             )
         self.name = config.name
+        self.terms = config.terms
         self.tier: StoreTier | None = None
         self.why = OPENING
         """Why it is not open."""
