@@ -255,8 +255,8 @@ def test_an_unknown_key_that_is_near_to_none_is_refused_with_all_known_ones() ->
             "hash: is 'xxh3', must be one of sha256, xxh3_128; did you mean xxh3_128?",
         ),
         (
-            "eviction = 'fifo'",
-            "eviction: is 'fifo', must be one of lru, adaptive; did you mean",
+            "eviction = 'adaptiv'",
+            "eviction: is 'adaptiv', must be one of lru, adaptive; did you mean adaptive?",
         ),
         (
             "eviction = 'learned'",
