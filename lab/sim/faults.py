@@ -188,6 +188,8 @@ class FaultInjector:
         if not kept and store is None:
             for rank in range(world.ranks.rank_count):
                 world.ranks.wipe(rank, tier)
+        if not kept and store is not None:
+            world.send(ev.TierVoided(tier=tier, own=self._rng.random() < 0.5))
         world.note("tier back with its bytes" if kept else "tier back empty")
         world.send(ev.TierOn(tier=tier, kept=kept))
         if store is not None:
