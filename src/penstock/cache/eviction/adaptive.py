@@ -372,7 +372,8 @@ class AdaptivePolicy(WorthQueue):
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """An evicted block leaves a ghost; of others nothing more is learned."""
-        self._learner.forget(np.array(nodes, dtype=np.int32), keys if evicted else None)
+        if nodes:
+            self._learner.forget(np.array(nodes, dtype=np.int32), keys if evicted else None)
 
     def resize(self, node_capacity: int) -> None:
         self._learner.resize(node_capacity)
