@@ -225,11 +225,9 @@ class _Learner:
     def _remember(self, keys: Iterable[Key], number: int) -> None:
         """Blocks of a run were evicted."""
         ghosts = self.ghosts
-        if not ghosts.keys().isdisjoint(keys):
-            for key in keys:
-                if key in ghosts:
-                    self._take(ghosts.pop(key), 1)
-        ghosts |= dict.fromkeys(keys, number)
+        # None of them is a ghost already: `recognize` takes those that enter.
+        for key in keys:
+            ghosts[key] = number
         excess = len(ghosts) - self._ghost_limit
         if excess > 0:
             gone = [ghosts.pop(key) for key in list(islice(ghosts, excess))]
