@@ -27,6 +27,7 @@ MAY_HAVE_THREADS = (
     *("replay/plan.py",),
     *("store/process/tier_slots", "store/clients/mooncake.py", "store/clients/objects.py"),
     "server/access_log.py",
+    "connectors/sglang/pool_pages.py",  # It starts none: those of HiCache wait for each other.
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it

@@ -245,6 +245,7 @@ CASES: dict[str, Case] = {
     "Offload.prefetch": case(
         lambda s: s.offload.prefetch, "keys", keys=lambda s: s.keys, cause=text, deadline=text
     ),
+    "Offload.sinking": case(lambda s: s.offload.sinking, "keys", keys=lambda s: s.keys),
     "Offload.cancel": case(lambda s: s.offload.cancel, operation=lambda s: s.started.operations[0]),
     "Offload.hub_counts": case(lambda s: s.offload.hub_counts),
     "Offload.poll": case(lambda s: s.offload.poll, most=lambda _: 5),

@@ -154,7 +154,7 @@ class Workload:
             slots = self.engine.slots_of(self.random.randint(1, len(self.engine.tiers)))
             slot, place = (self.random.randrange(size) for size in slots.shape)
             slots[slot, place] ^= 1 << self.random.randrange(8)
-        if self.random.random() < 0.005:
+        if self.random.random() < 0.01:
             self.engine.cache.reset("at random")
             self.epoch += 1
             self.stored = {"": set(), "red": set()}

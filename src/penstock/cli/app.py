@@ -118,7 +118,8 @@ COMMANDS = {
     "plan": Command(
         "penstock.cli.replay:plan",
         PROVE,
-        "Replay a trace with several sizes of tiers and policies, and recommend one.",
+        "Replay a trace with several sizes of tiers, policies and ways to write, and recommend "
+        "one.",
     ),
     "replay": Command(
         "penstock.cli.replay:replay",
