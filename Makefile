@@ -203,9 +203,9 @@ $(VLLM_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-env
 	@PYTHON="$(PYTHON)" .ci/vllm-environment $(VLLM)
 	@touch $@
 
-$(SGLANG_READY): pyproject.toml server/pyproject.toml constraints.txt .ci/vllm-environment .ci/sglang-environment
-	@echo "Setting up $(SGLANG) (once; takes a few minutes)"
-	@PYTHON="$(PYTHON)" .ci/sglang-environment $(SGLANG)
+$(SGLANG_READY): $(VLLM_READY) .ci/sglang-environment
+	@echo "Setting up $(SGLANG) (once; takes a minute)"
+	@PYTHON="$(PYTHON)" .ci/sglang-environment $(SGLANG) $(VLLM)
 	@touch $@
 
 # NVIDIA's router, which listens to vLLM's KV events: in an environment of its own, as it wants an

@@ -209,7 +209,10 @@ def tamper(_engine: Any, act: dict[str, Any]) -> dict[str, Any]:
 
 def flush(engine: Any, _act: dict[str, Any]) -> dict[str, Any]:
     """SGLang's cache is flushed, and all that lies below it with it."""
-    engine.flush_cache()
+    # It waits until the scheduler is through with what it has answered.
+    flushing = engine.tokenizer_manager.flush_cache(timeout_s=DEADLINE_S)
+    if not engine.loop.run_until_complete(flushing).success:
+        raise TimeoutError("SGLang's cache was not flushed: it has requests")
     return {}
 
 

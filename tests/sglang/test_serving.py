@@ -84,7 +84,7 @@ def test_the_script_of_the_page_prints_what_the_page_says(folder: Path, model: P
 
 @pytest.fixture(scope="module")
 def server(folder: Path, model: Path) -> Iterator[str]:
-    [command] = commands("sglang.launch_server")
+    [command] = [each for each in commands("sglang.launch_server") if "hicache" not in each]
     [port] = free_ports(1)
     options = " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
