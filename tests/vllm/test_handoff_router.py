@@ -143,9 +143,13 @@ def test_decode_schedulers_that_stood_still_go_on_with_their_requests(routed: Ro
 def test_a_router_that_stood_still_passes_on_what_was_answered(routed: Routed) -> None:
     answered = "vllm:request_success_total"
     before = routed.decode_counted(answered)
+    prefill = routed.servers[PREFILL]
+    computed = prefill.counted(answered)
     with standing_still(routed, "worker", *DECODE):
         asked = Asked(routed.port, 106)
         routed.decoding()
+        # Else decode would wait for a prompt that nobody was asked to compute.
+        until(lambda: prefill.counted(answered) > computed)
         routed.send(signal.SIGSTOP, ROUTER)
     try:
         until(lambda: routed.decode_counted(answered) > before)
