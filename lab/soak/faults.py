@@ -128,12 +128,16 @@ class Faults:
             self._world.redis.start()
 
     async def _damage(self) -> None:
-        files = sorted(path for path in self._world.disk.glob("*") if path.stat().st_size > 1 << 16)
+        files = sorted(self._world.disk.glob("*.segment"))
         if not files:
             return
-        with self._draw.choice(files).open("r+b") as file:
-            file.seek(self._draw.randrange(file.seek(0, os.SEEK_END) - DAMAGED_BYTES))
-            file.write(self._draw.randbytes(DAMAGED_BYTES))
+        try:
+            with self._draw.choice(files).open("r+b") as file:
+                size = max(DAMAGED_BYTES + 1, file.seek(0, os.SEEK_END))
+                file.seek(self._draw.randrange(size - DAMAGED_BYTES))
+                file.write(self._draw.randbytes(DAMAGED_BYTES))
+        except FileNotFoundError:
+            return  # Its blocks were given up since it was listed.
         self.counts["damage on disk"] += 1
 
     async def _reset(self) -> None:
