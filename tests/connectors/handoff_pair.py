@@ -16,7 +16,11 @@ from penstock.connectors.base.engine import (
 )
 from penstock.connectors.base.statistics import Counters
 from penstock.connectors.handoff.rank import RankSides
-from penstock.connectors.handoff.requests import HandoffRequests, HandoffThread
+from penstock.connectors.handoff.requests import (
+    EngineBlocks,
+    HandoffRequests,
+    HandoffThread,
+)
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
 from penstock.handoff import HandoffSettings
 from penstock.transport.waiting import wait_readable
@@ -56,6 +60,7 @@ class Engine:
         groups: Sequence[Sequence[int]] = (range(LAYERS),),
         step_tokens: int = 64,
         settings: HandoffSettings = SETTINGS,
+        claim_steps: int = 0,
     ) -> None:
         """Opens it; KV groups with these layers, of which all but the first have windows."""
         heads = HEADS // ranks
@@ -92,14 +97,18 @@ class Engine:
             handoffs,
             self.pool,
             counters=self.counters,
-            block_tokens=TOKENS,
+            blocks=EngineBlocks(
+                TOKENS,
+                lambda tokens: [
+                    0 if not at else max(0, tokens - WINDOW + 1) // TOKENS
+                    for at in range(len(groups))
+                ],
+                NULL if len(groups) > 1 else None,
+                claim_steps,
+            ),
             answer={"remote_engine_id": name},
             prefills=True,
             decodes=True,
-            skipped_blocks=lambda tokens: [
-                0 if not at else max(0, tokens - WINDOW + 1) // TOKENS for at in range(len(groups))
-            ],
-            null_block=NULL if len(groups) > 1 else None,
         )
 
     def step(

@@ -122,7 +122,8 @@ SLIDING = LayerGroup(kind=GroupKind.SLIDING, layer_names=("b",), block_tokens=32
         ({"rank_count": 2, "equal_ranks": True, "groups": (LATENT,)}, ""),
         ({"groups": (LATENT, SLIDING)}, ""),
         ({"groups": (SLIDING,)}, ""),
-        ({"device": "cuda"}, "KV lies on cuda"),
+        ({"device": "cuda"}, ""),
+        ({"device": "xpu"}, "KV lies on xpu"),
     ],
 )
 def test_an_engine_whose_prompts_cannot_be_handed_over_says_why(

@@ -130,8 +130,8 @@ class ServedEngine:
 
     def why_not_handoff(self) -> str:
         """Why prompts of this engine cannot be handed over; empty if they can."""
-        if self.device != "cpu":
-            return f"KV lies on {self.device}: prompts are handed over on CPUs only"
+        if self.device not in {"cpu", "cuda"}:
+            return f"KV lies on {self.device}: prompts are handed over on CPUs and CUDA GPUs only"
         return ""
 
     def fit_config(self, config: Config, *, layerwise: bool = False) -> Config:

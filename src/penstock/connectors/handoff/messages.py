@@ -91,15 +91,28 @@ class PairCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def to_pair(self) -> HandoffPair:
         """The same for the handoff.
 
-        Raises `ValueError`: a form cannot be read, or names and addresses are wrong.
+        Raises `ValueError`: a form cannot be read, names and addresses are wrong, or the two sum
+        bytes in different ways.
         """
         prefill, decode = self.prefill, self.decode
+        ours, theirs = _checksum(prefill), _checksum(decode)
+        if ours != theirs:
+            raise ValueError(
+                f"checksum is {ours!r} at the prefill engine and {theirs!r} at the decode engine, "
+                "must be equal: the KV of both must lie on GPUs, or of neither"
+            )
         return HandoffPair(
+            checksum=ours,
             prefill=_engine(prefill, f"{prefill.name}>{decode.name}"),
             decode=_engine(decode, f"{decode.name}<{prefill.name}"),
             model=prefill.model,
             weights=f"{prefill.weights} {prefill.version}",
         )
+
+
+def _checksum(card: EngineCard) -> str:
+    """How an engine sums bytes: all of its ranks do it alike."""
+    return Form.from_bytes(card.forms[0]).checksum.value
 
 
 def _engine(card: EngineCard, name: str) -> HandoffEngine:

@@ -7,6 +7,9 @@ which blocks a step adds to a prompt, and reports each of its layers. Nobody may
 it is computed, so both are kept for every prompt from its first step on, and used when its offer
 comes: before, between or after the steps that compute it.
 
+On a GPU a step is submitted long before it is computed. Its layers come with events
+(`StepProgress`), and count when the device has reached them.
+
 The one rule: KV is reported that is in its blocks, and nothing is read of blocks that a prompt has
 lost.
 """
@@ -14,7 +17,8 @@ lost.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,8 +42,8 @@ from penstock.handoff import (
     open_decode,
     open_prefill,
 )
+from penstock.runtime.tiers import ALGORITHMS
 from penstock.transport.zeromq import IPC, Listener
-from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
@@ -47,7 +51,9 @@ if TYPE_CHECKING:
 
     from penstock.connectors.base.engine import HandedLayer
     from penstock.connectors.handoff.messages import AnyMessage, PairCard, PairNames
+    from penstock.connectors.handoff.progress import SubmittedLayers
     from penstock.handoff import HandoffOffer, HandoffSettings
+    from penstock.handoff.driver.prefill_rank import DeviceEvent
     from penstock.tiers.tensors import TensorTier
     from penstock.transport.base import Waitable
     from penstock.transport.zmq_channel import ZmqChannel
@@ -56,6 +62,8 @@ log = logging.getLogger(__name__)
 
 PROMPTS_MAX = 4096
 """Prompts whose progress is kept; as many as a scheduler can have under way."""
+LOOK_S = 0.0005
+"""While events of the device are not reached, they are looked at again after this."""
 
 RankSide = PrefillHandoffRank | DecodeHandoffRank
 
@@ -122,13 +130,17 @@ class RankSides:
         self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
         self._offered: dict[str, Sequence[PrefillHandoffRank]] = {}
         """Where a handoff was admitted, by KV group."""
+        self._submitted: deque[SubmittedLayers] = deque()
+        """What the device has not computed yet, in its order."""
+        self.spare_events: list[DeviceEvent] = []
+        """Events that were reached, for the next steps; either thread may take or add some."""
         self._early_bytes = self._early_closed = 0
         """In all pairs, and in those that are closed."""
 
     @property
     def addresses(self) -> RankAddresses:
         """For its scheduler."""
-        forms = [Form(layout=tier.layout, checksum=Algorithm.XXH3) for tier in self._tiers]
+        forms = [Form(layout=each.layout, checksum=ALGORITHMS[each.medium]) for each in self._tiers]
         groups: list[list[int]] = [[] for _ in self._tiers]
         for layer, at in sorted(self._layers.items()):
             groups[at.group].append(layer)
@@ -167,10 +179,16 @@ class RankSides:
             if (sides := self._offered.get(handoff)) is not None:
                 self._report(sides, handoff, layer, count)
 
+    def submitted(self, layers: Iterable[SubmittedLayers]) -> None:
+        """A step was submitted to the device that computes these layers, in this order."""
+        self._submitted.extend(layers)
+
     def restart(self, handoffs: Iterable[str]) -> None:
         """Prompts have lost their blocks: when this returns, those are not read any more."""
         for handoff in handoffs:
             self._prompts.pop(handoff, None)
+            for each in self._submitted:
+                each.tokens.pop(handoff, None)
             for side in self._offered.get(handoff, ()):
                 side.restart(handoff)
 
@@ -188,6 +206,7 @@ class RankSides:
             self._hear(self._scheduler)
         # Also a caller whose pair is not open: otherwise the descriptor stays readable.
         self._listener.look(frozenset())
+        self._look_at_device()
         for side in self._sides:
             side.step()
         now_open = sum(s.early_bytes for s in self._sides if isinstance(s, PrefillHandoffRank))
@@ -210,12 +229,18 @@ class RankSides:
 
     def next_deadline(self) -> float | None:
         dues = [side.next_deadline() for side in self._sides]
+        if self._submitted:
+            dues.append(time.monotonic() + LOOK_S)
         return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
         for side in self._sides:
             side.close()
         self._open.clear()
+        for event in [*(each.event for each in self._submitted), *self.spare_events]:
+            event.close()
+        self._submitted.clear()
+        self.spare_events.clear()
         if self._scheduler is not None:
             self._scheduler.close()
         self._listener.close()
@@ -226,6 +251,13 @@ class RankSides:
     @property
     def _sides(self) -> list[RankSide]:
         return [side for sides in self._open.values() for side in sides]
+
+    def _look_at_device(self) -> None:
+        while self._submitted and self._submitted[0].event.reached:
+            event, tokens, layers = self._submitted.popleft()
+            self.spare_events.append(event)
+            for layer in layers if tokens else ():
+                self.computed(tokens, layer)
 
     def _meet(self, channel: ZmqChannel) -> None:
         if self._scheduler is not None:

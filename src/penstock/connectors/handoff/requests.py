@@ -34,6 +34,9 @@ The rules:
   order.
 - The engine is told of the end of a claim once, and does not use or free the blocks of the claim
   before.
+- A claim is made when no step under way can write to its blocks. An engine that plans a step before
+  the last one has ended may have given it blocks that the last one still writes to, for a request
+  that has ended meanwhile.
 """
 
 from __future__ import annotations
@@ -41,12 +44,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 import msgspec
 
@@ -104,9 +108,17 @@ def engine_cores() -> Iterator[None]:
 class HandoffThread:
     """Runs handoffs until it is closed: their `step` when they have work, or wait no more."""
 
-    def __init__(self, name: str, handoffs: RankSides | SchedulerHandoffs) -> None:
+    def __init__(
+        self,
+        name: str,
+        handoffs: RankSides | SchedulerHandoffs,
+        *,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Starts it; it makes the call `begin` first, if that is given."""
         self._name = name
         self._handoffs = handoffs
+        self._begin = begin
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stops = False
@@ -169,6 +181,8 @@ class HandoffThread:
 
     def _run(self) -> None:
         try:
+            if self._begin is not None:
+                self._begin()
             while not self._stops:
                 self._make_calls()
                 self._handoffs.step()
@@ -252,6 +266,19 @@ class _Claimed:
     under_way: bool = False
 
 
+class EngineBlocks(NamedTuple):
+    """How an engine deals with blocks."""
+
+    tokens: int
+    """Of a block."""
+    skipped: Callable[[int], Sequence[int]]
+    """How many leading blocks of a prompt with so many tokens each KV group does not keep."""
+    null: int | None = None
+    """The block that stands for those which have left a window, where a KV group has one."""
+    claim_steps: int = 0
+    """How many steps after its allocation a block is written to by no earlier step."""
+
+
 class HandoffRequests:
     """The requests of one engine that are handed over."""
 
@@ -262,25 +289,27 @@ class HandoffRequests:
         pool: BlockPool,
         *,
         counters: Counters,
-        block_tokens: int,
+        blocks: EngineBlocks,
         answer: Mapping[str, object],
         prefills: bool,
         decodes: bool,
-        skipped_blocks: Callable[[int], Sequence[int]],
-        null_block: int | None = None,
     ) -> None:
         """Opens it."""
         self._thread = thread
         self._handoffs = handoffs
         self._pool = pool
         self._counters = counters
-        self._tokens = block_tokens
+        self._tokens = blocks.tokens
         self._address = handoffs.address
         self._answer = dict(answer)
         self._prefills = prefills
         self._decodes = decodes
-        self._skipped_blocks = skipped_blocks
-        self._null_block = null_block
+        self._skipped_blocks = blocks.skipped
+        self._null_block = blocks.null
+        self._claim_steps = blocks.claim_steps
+        self._step = 0
+        self._early: deque[tuple[int, PromptClaim]] = deque()
+        """Claims whose blocks a step under way may still write to, and the step that makes them."""
         self._offered: dict[str, _Offered] = {}
         self._claimed: dict[str, _Claimed] = {}
         self._claims: dict[str, _Claimed] = {}
@@ -294,7 +323,7 @@ class HandoffRequests:
     @property
     def pending(self) -> bool:
         """Whether the engine must step for something that has ended."""
-        return bool(self._handoffs.events or self._received)
+        return bool(self._handoffs.events or self._received or self._early)
 
     @property
     def receiving(self) -> bool:
@@ -343,16 +372,15 @@ class HandoffRequests:
         count = self._handed_tokens(request)
         first = (count - external) // self._tokens
         self._claims[claimed.handoff] = claimed
-        self._thread.post(
-            self._handoffs.claim,
-            PromptClaim(
-                claimed.handoff,
-                claimed.address,
-                list(request.all_token_ids[:count]),
-                [self._kept(table[first : self._blocks(count)]) for table in tables],
-                _origin(request),
-            ),
+        claim = PromptClaim(
+            claimed.handoff,
+            claimed.address,
+            list(request.all_token_ids[:count]),
+            [self._kept(table[first : self._blocks(count)]) for table in tables],
+            _origin(request),
         )
+        self._early.append((self._step + self._claim_steps, claim))
+        self._make_claims()
 
     def is_claimed(self, request: EngineRequest) -> bool:
         """Whether the tokens that were promised for a request come from another engine."""
@@ -370,6 +398,8 @@ class HandoffRequests:
         preempted: Iterable[str] = (),
     ) -> HandoffStep | None:
         """What every worker has to know of handoffs in this step; `None` in most steps."""
+        self._step += 1
+        self._make_claims()
         self._collect()
         if not self._offered and not self._received:
             return None
@@ -403,7 +433,7 @@ class HandoffRequests:
         """A request has ended; returns what the client must pass on to a decode engine."""
         claimed = self._claimed.pop(request.request_id, None)
         if claimed is not None and claimed.under_way:
-            self._thread.post(self._handoffs.cancel_claim, claimed.handoff)
+            self._cancel(claimed, "the request was aborted")
         elif claimed is not None and claimed.open:
             self._spare(claimed)
         offered = self._offered.pop(request.request_id, None)
@@ -428,12 +458,27 @@ class HandoffRequests:
         waiting = {each.handoff for each in self._offered.values() if not each.begun}
         for handoff in self._pins.keys() - waiting:
             self._thread.post(self._handoffs.drop, handoff, "the engine was reset")
-        for handoff in self._claims:
-            self._thread.post(self._handoffs.cancel_claim, handoff)
+        for claimed in [*self._claims.values()]:
+            self._cancel(claimed, "the engine was reset")
 
     def close(self) -> None:
         """Ends the scheduler's pairs."""
         self._thread.close()
+
+    def _make_claims(self) -> None:
+        """Makes the claims whose blocks no step writes to any more."""
+        while self._early and self._early[0][0] <= self._step:
+            self._thread.post(self._handoffs.claim, self._early.popleft()[1])
+
+    def _cancel(self, claimed: _Claimed, why: str) -> None:
+        """Ends a claim; one that was not made yet ends at once."""
+        early = [each for each in self._early if each[1].handoff != claimed.handoff]
+        if len(early) == len(self._early):
+            self._thread.post(self._handoffs.cancel_claim, claimed.handoff)
+            return
+        self._early = deque(early)
+        self._spare(claimed)
+        self._end_claim(self._claims.pop(claimed.handoff), ClaimEnded(claimed.handoff, why=why))
 
     def _collect(self) -> None:
         if self._claims:

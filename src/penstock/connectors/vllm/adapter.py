@@ -29,6 +29,7 @@ half, for whatever reason, every call answers as if nothing were cached, and vLL
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -60,8 +61,10 @@ from penstock.connectors.base.worker import (
     copied_blocks,
     fetch_arenas,
 )
+from penstock.connectors.handoff.progress import StepProgress
 from penstock.connectors.handoff.rank import RankSides
 from penstock.connectors.handoff.requests import (
+    EngineBlocks,
     HandoffRequests,
     HandoffStep,
     HandoffThread,
@@ -179,6 +182,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The requests that are handed over, in the scheduler."""
         self._rank_handoffs: RankSides | None = None
         self._handoff_thread: HandoffThread | None = None
+        self._progress: StepProgress | None = None
+        """What steps compute on a GPU of prompts that are handed over."""
         self._handed: HandoffStep | None = None
         """What the scheduler's side says of handoffs in this step, in a worker."""
         self._sent_early = 0
@@ -282,12 +287,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             handoffs,
             self._pool,
             counters=scheduler.counters,
-            block_tokens=self._engine.block_tokens,
+            blocks=EngineBlocks(
+                self._engine.block_tokens,
+                translation.skipped_blocks(self._kv_cache_manager),
+                self._pool.null_block.block_id if self._engine.window_groups else None,
+                translation.steps_after_allocation(self._vllm_config, self._kv_cache_config),
+            ),
             answer=translation.answer_of(self._vllm_config, self._engine),
             prefills=self._settings.prefills,
             decodes=self._settings.decodes,
-            skipped_blocks=translation.skipped_blocks(self._kv_cache_manager),
-            null_block=self._pool.null_block.block_id if self._engine.window_groups else None,
         )
         log.info(
             "Penstock hands prompts over: role=%s address=%s",
@@ -507,7 +515,20 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
                 self._facts.handoff = handoffs.addresses
                 self._rank_handoffs = handoffs
-                self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
+                device = self._tier.device
+                self._handoff_thread = HandoffThread(
+                    f"{name}/{self._engine.rank}",
+                    handoffs,
+                    begin=partial(translation.use_device, device) if on_gpu else None,
+                )
+            if on_gpu:
+                self._progress = StepProgress(
+                    self._handoff_thread,
+                    handoffs,
+                    layers=layers,
+                    stream=translation.current_stream,
+                    make_event=translation.stream_event(),
+                )
         return rank
 
     def _rank_without(self, why: str) -> None:
@@ -564,7 +585,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """A layer of the prompts that are handed over is computed; the rest is saved later."""
-        if self._handed is not None and self._handed.computed:
+        if self._handed is None or not self._handed.computed:
+            return
+        if self._progress is not None:
+            self._progress.layer(self._handed.computed, self._layers[layer_name])
+        else:
             assert self._handoff_thread is not None
             assert self._rank_handoffs is not None
             self._handoff_thread.post(
@@ -573,6 +598,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """The step is submitted, drafts included. Nothing waits: sources are pinned."""
+        if self._progress is not None and self._handed is not None and self._handed.computed:
+            self._progress.end(self._handed.computed)
         if self._worker is not None:
             step = self._get_connector_metadata().step
             self._worker.after_forward(step, computes=self._computes)

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.connectors.base.keys import EngineRequest
+    from penstock.handoff.driver.prefill_rank import DeviceEvent
 
 KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
     (SlidingWindowMLASpec, GroupKind.SLIDING),
@@ -274,6 +275,29 @@ def current_stream() -> int:
     """The stream that vLLM submits its steps to."""
     stream: int = torch.cuda.current_stream().cuda_stream
     return stream
+
+
+def use_device(device: torch.device) -> None:
+    """Has this thread work on the device of its rank."""
+    torch.cuda.set_device(device)
+
+
+def stream_event() -> Callable[[], DeviceEvent]:
+    """Makes events of vLLM's stream."""
+    from penstock.movers.cuda.streams import StreamEvent  # noqa: PLC0415 - needs CUDA
+
+    return StreamEvent
+
+
+def steps_after_allocation(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many steps later than its allocation a block is written to by no earlier step.
+
+    When a step is planned, all but the last of those before it have ended. The last may still write
+    to blocks of a request that has ended since. Drafts are computed after the tokens of their step
+    are known, and new blocks may be cleared in the step that allocates them: one step later still.
+    """
+    later = vllm_config.speculative_config is not None or kv_cache_config.needs_kv_cache_zeroing
+    return int(vllm_config.max_concurrent_batches) - 1 + int(later)
 
 
 def stream_beside() -> Callable[[], int]:
