@@ -157,12 +157,26 @@ class EngineProcess:
         Raises:
             UnavailableError: it ended, or took too long.
         """
+        self.send(words)
+        return self.answer()
+
+    def send(self, words: object) -> None:
+        """Has the engine do something; `answer` follows.
+
+        Raises `UnavailableError`: it ended.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{json.dumps(words)}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failed("ended") from None
+
+    def answer(self) -> Any:  # noqa: ANN401 - What the module says.
+        """What the engine answers to what it was sent.
+
+        Raises `UnavailableError`: it ended, or took too long.
+        """
         return json.loads(self._line("ROUND ", ROUND_S))
 
     def require_running(self, seconds: float) -> None:

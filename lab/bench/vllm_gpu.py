@@ -16,6 +16,8 @@
 | `again`  | the same without a question                                                      |
 | `chats`  | more chats than the device holds                                                |
 | `decode` | 64 new prompts at once, whose blocks are all saved                              |
+| `pair`   | prompts that one engine computes and another one on the same GPU answers, both  |
+|          | asked at once, beside `plain`: first tokens, and prompts a second               |
 
 Engines have the sizes of the model and random weights. They run side by side on the GPU and work in
 turns, a round each, and each begins a round where the last one ended.
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.bench.measure import summarize
 from lab.bench.vllm_engine import EngineProcess, ending_in_order
-from lab.bench.vllm_gpu_child import OFFLOADING, OUR_LAYERS, OURS, PLAIN, SIDES
+from lab.bench.vllm_gpu_child import DECODE, OFFLOADING, OUR_LAYERS, OURS, PLAIN, PREFILL, SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +45,10 @@ if TYPE_CHECKING:
 QUESTION_TOKENS = 100
 CHAT_TOKENS = 4 * (512 + 32)
 """Of a chat at its end."""
-PARTS = ("right", "first", "again", "chats", "decode")
+PARTS = ("right", "first", "again", "chats", "decode", "pair")
+PAIR = "pair"
+PAIR_GOALS = {512: 1.3, 2048: 1.12, 8192: 1.06}
+"""Lengths of prompts, and how much later their first tokens may come out of a pair."""
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -117,13 +122,15 @@ def run_vllm_gpu(report: BenchReport, *, python: Path, plan: GpuPlan) -> None:
         }
         report.progress(f"starting {', '.join(plan.sides)}")
         engines: dict[str, EngineProcess] = {}
-        for side in plan.sides:
+        pair = (PREFILL, DECODE) if PAIR in plan.parts else ()
+        for side in (*plan.sides, *pair):
             module = "lab.bench.vllm_gpu_child"
             engines[side] = EngineProcess(side, python, {"side": side, **told}, module=module)
             stack.callback(engines[side].close)
         for engine in engines.values():
             engine.wait_ready()
-        bench = _Bench(report, engines, plan)
+        pair_of = {side: engines.pop(side) for side in pair}
+        bench = _Bench(report, engines, plan, pair_of)
         for part in plan.parts:
             getattr(bench, part)()
 
@@ -132,11 +139,16 @@ class _Bench:
     """The engines, and what is asked of them."""
 
     def __init__(
-        self, report: BenchReport, engines: dict[str, EngineProcess], plan: GpuPlan
+        self,
+        report: BenchReport,
+        engines: dict[str, EngineProcess],
+        plan: GpuPlan,
+        pair: dict[str, EngineProcess],
     ) -> None:
         self._report = report
         self._engines = engines
         self._plan = plan
+        self._pair = pair
 
     def right(self) -> None:
         """Answers and log-probabilities of hits, beside those of plain vLLM's own hits."""
@@ -209,6 +221,57 @@ class _Bench:
             at_least=0.99,
         )
         self._compare("engine's thread a step", results, "thread_s", at_most=1.0)
+
+    def pair(self) -> None:
+        """Prompts that are handed over, beside those that one engine computes and answers."""
+        # Where the prefill engine is found; both have opened the pair by the end of this.
+        first = {"tokens": 64, "count": 1, "seed": 0, "names": ["open"]}
+        (params,) = self._pair[PREFILL].ask({"do": "offer", **first})["params"]
+        address = params["penstock"]["address"]
+        self._pair[DECODE].ask({"do": "claim", "answer": 2, "address": address, **first})
+        for length, goal in PAIR_GOALS.items():
+            name = f"pair: first token of {length} tokens ÷ one engine"
+            self._beside_plain(name, "first_s", address, length, at_most=goal)
+        name = "pair: prompts of 2048 tokens a second ÷ one engine"
+        self._beside_plain(name, "prompts_per_s", address, 2048, count=16, at_least=0.9)
+
+    def _beside_plain(
+        self,
+        name: str,
+        value: str,
+        address: str,
+        length: int,
+        *,
+        count: int = 1,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
+        """Rounds of `count` prompts at once, of one engine and of the pair in turns."""
+        results: dict[str, list[dict[str, Any]]] = {PLAIN: [], PAIR: []}
+        for number in range(2 * self._plan.rounds + 1):
+            names = [f"{length} {count} {number} {each}" for each in range(count)]
+            asked = {"tokens": length, "count": count, "seed": 1000 * length + number}
+            claim = {"do": "claim", "names": names, "answer": 16, **asked}
+            results[PLAIN].append(self._engines[PLAIN].ask({**claim, "address": ""}))
+            self._pair[PREFILL].send({"do": "offer", "names": names, **asked})
+            results[PAIR].append(self._pair[DECODE].ask({**claim, "address": address}))
+            self._pair[PREFILL].answer()
+            self._report.progress(f"{name}: round {number + 1} of {2 * self._plan.rounds + 1}")
+        answers = {side: [each["answers"] for each in found] for side, found in results.items()}
+        self._report.add_note(
+            f"{name}: {_equal(answers[PAIR], answers[PLAIN])} rounds have answers of one engine; "
+            f"found {min(_each(results[PAIR], 'cached'))} tokens of each prompt or more"
+        )
+        params: dict[str, Param] = {"tokens": length, "together": count}
+        metric, unit = ("first token", "s") if value == "first_s" else ("prompts", "1/s")
+        for side, rounds in results.items():
+            # The first round compiles.
+            self._row(side, params, metric, unit, [s for r in rounds[1:] for s in _list(r[value])])
+        ratio = median(
+            median(_list(ours[value])) / median(_list(theirs[value]))
+            for ours, theirs in zip(results[PAIR][1:], results[PLAIN][1:], strict=True)
+        )
+        self._report.add_ratio(name, ratio, at_least=at_least, at_most=at_most)
 
     def _rounds(self, what: str, asked: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         """What each side answers in each round but the first, which compiles and fills.

@@ -27,6 +27,9 @@ PLAIN, OFFLOADING, OURS, OUR_LAYERS = SIDES = (
     "penstock",
     "penstock by layers",
 )
+PREFILL, DECODE = "prefill", "decode"
+"""The engines of a pair."""
+ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
 BLOCK_TOKENS = 16
 TOML = """
 version = 1
@@ -51,11 +54,12 @@ def transfer_of(side: str, gib: int) -> dict[str, Any] | None:
                 "offload_prompt_only": False,
             },
         }
-    if side in {OURS, OUR_LAYERS}:
-        ours = penstock_connector(TOML.format(gib=gib))
-        ours["kv_connector_extra_config"]["layerwise"] = side == OUR_LAYERS
-        return ours
-    return None
+    if side == PLAIN:
+        return None
+    ours = penstock_connector(TOML.format(gib=gib))
+    ours["kv_connector_extra_config"]["layerwise"] = side == OUR_LAYERS
+    ours["kv_role"] = ROLES.get(side, ours["kv_role"])
+    return ours
 
 
 def load_wide() -> str:
@@ -187,7 +191,40 @@ class Engine:
             "steps_s": [end - begin for begin, end in itertools.pairwise(ends)],
         }
 
-    def _add(self, name: str, prompt: list[int], answer: int, *, told: bool = False) -> None:
+    def offer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Computes prompts for a decode engine, all at once: what that one must be told."""
+        for name, prompt in zip(asked["names"], prompts_of(asked), strict=True):
+            params = {"do_remote_decode": True, "penstock": {"handoff": name}}
+            self._add(name, prompt, 1, params=params)
+        done = self._until_done(time.perf_counter())
+        return {"params": [done[name][1].kv_transfer_params for name in asked["names"]]}
+
+    def claim(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Answers prompts, all at once; a prefill engine computes them if an address is given."""
+        began = time.perf_counter()
+        for name, prompt in zip(asked["names"], prompts_of(asked), strict=True):
+            own = {"handoff": name, "address": asked["address"]}
+            params = {"do_remote_prefill": True, "penstock": own} if asked["address"] else None
+            self._add(name, prompt, asked["answer"], params=params)
+        done = self._until_done(began)
+        seconds = time.perf_counter() - began
+        outs = [done[name] for name in asked["names"]]
+        return {
+            "first_s": [first for first, _ in outs],
+            "cached": [out.num_cached_tokens or 0 for _, out in outs],
+            "answers": [list(out.outputs[0].token_ids) for _, out in outs],
+            "prompts_per_s": len(outs) / seconds,
+        }
+
+    def _add(
+        self,
+        name: str,
+        prompt: list[int],
+        answer: int,
+        *,
+        told: bool = False,
+        params: dict[str, Any] | None = None,
+    ) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
 
         sampling = SamplingParams(
@@ -196,6 +233,7 @@ class Engine:
             detokenize=False,
             ignore_eos=True,
             logprobs=1 if told else None,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         self._engine.add_request(name, cast("Any", {"prompt_token_ids": prompt}), sampling)
 
@@ -236,7 +274,10 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     asked = json.loads(sys.argv[1])
     engine = Engine(asked)
-    acts = {"ask": engine.ask, "chats": engine.chats, "decode": engine.decode}
+    acts = {
+        act.__name__: act
+        for act in (engine.ask, engine.chats, engine.decode, engine.offer, engine.claim)
+    }
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:

