@@ -9,10 +9,11 @@ import pytest
 
 from penstock.connectors.handoff.messages import PairCard
 from penstock.connectors.handoff.progress import StepProgress
+from penstock.connectors.handoff.requests import WAIT_S
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from tests.connectors.conftest import TOKENS, FakeRequest
-from tests.connectors.handoff_pair import LAYERS, PROMPT, answered, asked, kv_of, of_layer
+from tests.connectors.handoff_pair import LAYERS, PROMPT, SOON_S, answered, asked, kv_of, of_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,6 +182,37 @@ def test_a_claim_that_ends_before_it_was_made_leaves_nothing(
     assert step.received == step.failed == {"answered"}
     assert not decode.requests.pending
     assert prefill.released()
+
+
+class FakeEvents:
+    """Stands for what an engine waits for, and notes who waits."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def test_an_engine_that_can_compute_nothing_waits_for_a_prompt_and_for_nothing_else(
+    decode: Engine, prefill: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode.requests.wait()
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9])
+    ended = FakeEvents()
+    with monkeypatch.context() as patched:
+        patched.setattr(decode.requests, "_ended", ended)
+        decode.requests.wait()
+        assert ended.waits == [WAIT_S]
+    prefill.prefill(asked(handoff="h-1"), [3, 1, 2])
+    assert decode.requests._ended.wait(SOON_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode.requests, "_ended", ended)
+        # Its end is there already.
+        decode.requests.wait()
+        assert ended.waits == [WAIT_S]
+    assert decode.ended().failed == frozenset()
+    assert not decode.requests._ended.is_set()
 
 
 def test_engines_that_sum_bytes_in_different_ways_refuse_each_other(prefill: Engine) -> None:

@@ -116,7 +116,7 @@ def run(
     def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         expected = -signal.SIGKILL if script.pop("dies", False) else 0
         ranks = script.get("ranks", 1)
-        if why_not := why_not_here(kind, ranks):
+        if why_not := why_not_here(kind, script):
             pytest.skip(why_not)
         environment = {
             **os.environ,

@@ -44,7 +44,7 @@ SCORES_S = 60.0
 CONFIG = """
 version = 1
 model.name = "tiny"
-cache.load_tokens_min = 1
+cache.load_gate = "off"
 # A peer that a busy machine keeps waiting is not taken for a lost one.
 handoff.handoff_s = 240
 [[tiers]]

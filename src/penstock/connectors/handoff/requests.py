@@ -83,6 +83,9 @@ LOOK_S = 1.0
 """How often it steps at least: the longest that a timer nobody told it about is late."""
 MAKE_S = 60.0
 """How long `make` waits for a call: the thread does bounded work in between."""
+WAIT_S = 0.002
+"""How long an engine that can compute nothing waits for a prompt. A request that comes meanwhile
+waits for as long."""
 CLOSE_S = 10.0
 """How long `close` waits for a step that is under way."""
 
@@ -319,6 +322,9 @@ class HandoffRequests:
         self._warnings = RateLimitedLog()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._ended = Event()
+        """Set when something has ended that was not collected."""
+        handoffs.on_event = self._ended.set
 
     @property
     def pending(self) -> bool:
@@ -429,6 +435,15 @@ class HandoffRequests:
             failed=failed,
         )
 
+    def wait(self) -> None:
+        """The engine can compute nothing: waits for a prompt on its way here, a short time.
+
+        Otherwise the engine would step without a pause, and take the interpreter from the threads
+        that bring the prompt.
+        """
+        if self._claims and not self.pending:
+            self._ended.wait(WAIT_S)
+
     def finish(self, request: EngineRequest, *, completed: bool) -> dict[str, object] | None:
         """A request has ended; returns what the client must pass on to a decode engine."""
         claimed = self._claimed.pop(request.request_id, None)
@@ -483,6 +498,7 @@ class HandoffRequests:
     def _collect(self) -> None:
         if self._claims:
             self._thread.require()
+        self._ended.clear()
         events = self._handoffs.events
         while events:
             match events.popleft():

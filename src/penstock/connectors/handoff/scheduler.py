@@ -56,7 +56,7 @@ from penstock.transport.zeromq import IPC, Listener, connect, dial, require_list
 from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.connectors.handoff.messages import AnyMessage, PairNames
     from penstock.connectors.handoff.rank import RankAddresses
@@ -180,6 +180,8 @@ class SchedulerHandoffs:
         The first step of a peer may take many seconds."""
         self.events: deque[HandoffEvent] = deque()
         """What has ended; another thread may take from its left end."""
+        self.on_event: Callable[[], object] = object
+        """Called, by the thread of handoffs, when something was added to `events`."""
         with ExitStack() as undo:
             self._door = Listener(name)
             undo.callback(self._door.close)
@@ -279,11 +281,11 @@ class SchedulerHandoffs:
     def claim(self, claim: PromptClaim) -> None:
         """Claims a prompt; it ends with one `ClaimEnded`."""
         if claim.handoff in self._claims:
-            self.events.append(ClaimEnded(claim.handoff, why="its name is in use"))
+            self._report(ClaimEnded(claim.handoff, why="its name is in use"))
             return
         peer = self.meet(claim.address)
         if peer is None:
-            self.events.append(ClaimEnded(claim.handoff, why=f"cannot dial {claim.address!r}"))
+            self._report(ClaimEnded(claim.handoff, why=f"cannot dial {claim.address!r}"))
             return
         self._claims[claim.handoff] = peer
         if peer.door is None:
@@ -561,7 +563,7 @@ class SchedulerHandoffs:
         del self._prompts[handoff]
         for channel in self._ranks:
             send(channel, ForgetPrompt(handoff=handoff))
-        self.events.append(PromptReleased(handoff, outcome))
+        self._report(PromptReleased(handoff, outcome))
 
     def _begin(self, peer: _Peer, claim: PromptClaim) -> None:
         assert isinstance(peer.door, DecodeHandoff)
@@ -602,7 +604,11 @@ class SchedulerHandoffs:
         if not delivered:
             self._spare(peer, handoff)
         lost = peer.gone and not delivered
-        self.events.append(ClaimEnded(handoff, delivered=delivered, why=why, lost=lost))
+        self._report(ClaimEnded(handoff, delivered=delivered, why=why, lost=lost))
+
+    def _report(self, event: HandoffEvent) -> None:
+        self.events.append(event)
+        self.on_event()
 
     def _look_at_clock(self, now: float) -> None:
         for peer in self._peers:

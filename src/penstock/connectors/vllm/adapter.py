@@ -182,6 +182,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The requests that are handed over, in the scheduler."""
         self._rank_handoffs: RankSides | None = None
         self._handoff_thread: HandoffThread | None = None
+        self._empty_steps = 0
+        """Steps since the last one that computes something, in the scheduler."""
         self._progress: StepProgress | None = None
         """What steps compute on a GPU of prompts that are handed over."""
         self._handed: HandoffStep | None = None
@@ -377,6 +379,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of this step."""
         if self._scheduler is None:
             return StepMetadata(None)
+        if self._handoffs is not None:
+            self._wait_for_prompts(self._handoffs, scheduler_output.total_num_scheduled_tokens)
         step = (
             scheduler_output.num_scheduled_tokens,
             scheduler_output.kv_connector_block_state.get_block_ids,
@@ -393,6 +397,16 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             None if self._handoffs is None else self._handoffs.plan_step(*step),
             self._scheduler.timed_step,
         )
+
+    def _wait_for_prompts(self, handoffs: HandoffRequests, scheduled_tokens: int) -> None:
+        """VLLM steps on while a prompt is on its way, also when it can compute nothing else.
+
+        A step that is under way must not wait for this thread, nor must copies.
+        """
+        self._empty_steps = 0 if scheduled_tokens else self._empty_steps + 1
+        idle = self._empty_steps >= self._vllm_config.max_concurrent_batches
+        if idle and self._scheduler is not None and not self._scheduler.pending:
+            handoffs.wait()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The reports of ranks about earlier steps."""
