@@ -61,7 +61,9 @@ class DataTransport:
     pins: bool = False
     """Whether both take `pin=` (`penstock.transport.remote.PinMemory`), which registers their
     memory for copies of a GPU. Only such a transport serves KV that lies on one."""
-
+    device_areas: bool = False
+    """Whether both take `device=` (`penstock.transport.remote.DeviceMemory`), in which areas may
+    lie for ranks whose KV lies on a GPU."""
     takes_addresses: bool = False
     """Whether `open_target` and `open_writer` take `addresses=`
     (`penstock.transport.remote.HandoffAddresses`), by which they choose a network interface."""

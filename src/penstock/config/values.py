@@ -321,8 +321,9 @@ class TierKind:
 
 
 AUTO = "auto"
-"""Shared memory between engines on one machine, NIXL between machines."""
+"""`gpu` or `shared_memory` between engines on one machine, NIXL between machines."""
 SHARED_MEMORY = "shared_memory"
+GPU = "gpu"
 NIXL = "nixl"
 """The data transports that are built in."""
 _Patience: TypeAlias = Annotated[float, Number(minimum=0.1, maximum=86_400)]
@@ -335,10 +336,10 @@ class HandoffTable:
     """`[handoff]`: how KV travels from a prefill instance to a decode instance, and its bounds."""
 
     transport: Annotated[
-        str, String(choices=(AUTO, SHARED_MEMORY, NIXL), others=OTHER_TRANSPORTS)
+        str, String(choices=(AUTO, SHARED_MEMORY, GPU, NIXL), others=OTHER_TRANSPORTS)
     ] = AUTO
-    """How KV gets from prefill to decode instances; `auto`: by shared memory on one machine,
-    otherwise by NIXL; others can be installed."""
+    """How KV gets from prefill to decode instances; `auto`: on one machine by `gpu` (memory of
+    the GPU where both can map it, else of the host), otherwise by NIXL; others can be installed."""
     handoff_s: _Patience = 60.0
     """After which time decode computes a prompt itself that it did not get."""
     lease_s: _Patience = 120.0

@@ -267,15 +267,21 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
     taker: PartTaker
     options: dict[str, Any] = {}
     if opening.on_gpu:
-        from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415
+        from penstock.handoff.driver.device_parts import pin_memory  # noqa: PLC0415 - needs CUDA
 
-        part_bytes, options = opening.settings.bounds.berth_bytes, {"pin": pin_memory}
-        taker = opening.keep(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
+        options["pin"] = pin_memory
+        device = opening.device_memory()
+        options |= {} if device is None else {"device": device}
     if opening.transport.takes_addresses:
         options["addresses"] = opening.addresses(name)
     target = opening.keep(opening.transport.open_target(folder, **options))
-    if not opening.on_gpu:
-        # Closed before the target is, whose areas its thread reads.
+    # Closed before the target is, whose areas its thread or its device reads.
+    if opening.on_gpu:
+        from penstock.handoff.driver.device_parts import DeviceTaker  # noqa: PLC0415 - the same
+
+        part_bytes = opening.settings.bounds.berth_bytes
+        taker = opening.keep(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
+    else:
         taker = opening.keep(open_array_taker(opening.tier, opening.checksum))
     return opening.keep(
         DecodeRankDriver(

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from penstock.runtime.tiers import Kv
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Waitable
+    from penstock.transport.remote import DeviceMemory
     from penstock.vocabulary.keys import Tokens
 
 ClosableT = TypeVar("ClosableT", bound=Any)
@@ -396,6 +397,15 @@ class Opening:
     def transport(self) -> DataTransport:
         """How KV gets from a prefill rank to a decode rank."""
         return transport_named(self.pair.data_transport)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Makes and maps landing areas on the GPU of the KV, where the transport has such."""
+        if not self.on_gpu or not self.transport.device_areas:
+            return None
+        from penstock.movers.cuda.landing import LandingMemory  # noqa: PLC0415 - needs CUDA
+
+        tensors: Any = self.tier
+        return LandingMemory(tensors.device.index)
 
     @property
     def checksum(self) -> Algorithm:

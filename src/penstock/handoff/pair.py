@@ -3,6 +3,8 @@
 | name            | between                                     | fence                      |
 |-----------------|---------------------------------------------|----------------------------|
 | `shared_memory` | processes of one machine                    | the writer's process ended |
+| `gpu`           | the same; areas in GPU memory where both    | the writer unmapped it, or |
+|                 | can map it, else as `shared_memory`         | its process ended          |
 | `nixl`          | any two machines that UCX joins (RDMA, TCP) | the area's agent destroyed |
 
 `HandoffPair.transport` names one, or `auto`: see `choose_transport`. Other distributions add theirs
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.config.values import AUTO, NIXL, SHARED_MEMORY
+from penstock.config.values import AUTO, GPU, NIXL, SHARED_MEMORY
 from penstock.errors import ConfigError, install_hint
 from penstock.extensions import OTHER_TRANSPORTS, DataTransport
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
@@ -51,11 +53,19 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import HandoffAddresses, PinMemory, Target, WriterLink
+    from penstock.transport.remote import (
+        DeviceMemory,
+        HandoffAddresses,
+        PinMemory,
+        Target,
+        WriterLink,
+    )
 
 
-def _shared_target(folder: Path | None, *, pin: PinMemory | None = None) -> Target:
-    return SharedTarget(huge_pages=False, pin=pin, folder=folder)
+def _shared_target(
+    folder: Path | None, *, pin: PinMemory | None = None, device: DeviceMemory | None = None
+) -> Target:
+    return SharedTarget(huge_pages=False, pin=pin, device=device, folder=folder)
 
 
 def _nixl_target(
@@ -69,6 +79,9 @@ def _nixl_target(
 
 TRANSPORTS: dict[str, DataTransport] = {
     SHARED_MEMORY: DataTransport(open_target=_shared_target, connect=connect_shared, pins=True),
+    GPU: DataTransport(
+        open_target=_shared_target, connect=connect_shared, pins=True, device_areas=True
+    ),
     NIXL: DataTransport(
         open_target=_nixl_target, open_writer=NixlWriter, pins=True, takes_addresses=True
     ),
@@ -88,14 +101,19 @@ def transport_named(name: str, *, place: str = "transport") -> DataTransport:
     return found
 
 
-def choose_transport(name: str, addresses: Sequence[str], *, place: str = "transport") -> str:
+def choose_transport(
+    name: str, addresses: Sequence[str], *, on_gpu: bool = False, place: str = "transport"
+) -> str:
     """The data transport that two engines use; both come to the same answer.
 
-    | `name` | where the engines and their ranks listen            | answer          |
-    |--------|-----------------------------------------------------|-----------------|
-    | `auto` | all at `ipc` or loopback addresses, or at one host  | `shared_memory` |
-    | `auto` | at several hosts                                    | `nixl`          |
-    | other  | anywhere                                            | `name`          |
+    | `name` | where the engines and their ranks listen           | answer                      |
+    |--------|----------------------------------------------------|-----------------------------|
+    | `auto` | all at `ipc` or loopback addresses, or at one host | `gpu` or, without `on_gpu`, |
+    |        |                                                    | `shared_memory`             |
+    | `auto` | at several hosts                                   | `nixl`                      |
+    | other  | anywhere                                           | `name`                      |
+
+    With `on_gpu`, ranks may have their KV on GPUs.
     Raises `ConfigError`: there is no such transport; or `auto` needs NIXL, which is not installed.
     """
     if name != AUTO:
@@ -103,7 +121,7 @@ def choose_transport(name: str, addresses: Sequence[str], *, place: str = "trans
         return name
     hosts = sorted({"this machine" if is_local(each) else host_of(each) for each in addresses})
     if len(hosts) < 2:
-        return SHARED_MEMORY
+        return GPU if on_gpu else SHARED_MEMORY
     if not is_installed():
         raise ConfigError(
             place,
@@ -121,9 +139,12 @@ class Writer:
         transport: DataTransport,
         *,
         pin: PinMemory | None = None,
+        device: DeviceMemory | None = None,
         addresses: HandoffAddresses | None = None,
     ) -> None:
-        options = {} if pin is None else {"pin": pin}
+        options: dict[str, Any] = {} if pin is None else {"pin": pin}
+        if device is not None:
+            options["device"] = device
         self._opened: Any = None
         if transport.open_writer is not None:
             places = {"addresses": addresses} if transport.takes_addresses else {}
@@ -203,9 +224,9 @@ class HandoffPair:
     """Known to both engines and their ranks; nobody else is let in. Where they are on several
     machines, the keys of the machine that this one is."""
     transport: str = AUTO
-    """How the KV travels: `shared_memory`, `nixl`, or a data transport that another distribution
-    adds by an entry point of group `penstock.transports`. With `auto` it is shared memory where
-    both engines are on one machine, and NIXL otherwise."""
+    """How the KV travels: `shared_memory`, `gpu`, `nixl`, or a data transport that another
+    distribution adds by an entry point of group `penstock.transports`. With `auto` it is NIXL
+    between machines; on one machine it is `gpu` with `mix64` sums, and shared memory otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -228,12 +249,14 @@ class HandoffPair:
         if self.prefill.name == self.decode.name:
             raise ValueError(f"both engines are named {self.prefill.name!r}, names must differ")
         _rank_addresses(self.prefill)
-        choose_transport(as_text("transport", self.transport), self._addresses)
+        as_text("transport", self.transport)
+        _ = self.data_transport  # Refused here if it is none.
 
     @property
     def data_transport(self) -> str:
         """The data transport in use, where `transport` is `auto`, too."""
-        return choose_transport(self.transport, self._addresses)
+        on_gpu = self.checksum == Algorithm.MIX64.value
+        return choose_transport(self.transport, self._addresses, on_gpu=on_gpu)
 
     @property
     def _addresses(self) -> list[str]:

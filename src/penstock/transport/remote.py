@@ -107,6 +107,46 @@ PinMemory = Callable[[Any], Callable[[], None]]
 It is undone before the memory goes."""
 
 
+class MappedMemory(Protocol):
+    """Memory of a device behind addresses of this process."""
+
+    @property
+    def bytes(self) -> Any:  # noqa: ANN401 - of its own kind: see `Memory`
+        """All of it."""
+        ...
+
+    def close(self) -> None:
+        """Takes it from its addresses. It is free when no process has it any more."""
+        ...
+
+
+class ExportedMemory(MappedMemory, Protocol):
+    """The same, made here for one more process."""
+
+    @property
+    def fd(self) -> int:
+        """What the other process maps it by; closed with the rest."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """Makes memory of a device for areas, and maps that of others."""
+
+    def create(self, size: int) -> ExportedMemory:
+        """Memory of at least `size` bytes that was never given to anybody.
+
+        Raises `UnavailableError`: the device has not so much, or cannot share it.
+        """
+        ...
+
+    def map(self, fd: int, size: int) -> MappedMemory:
+        """What another process has made; `fd` stays the caller's.
+
+        Raises `UnavailableError`: this process cannot write to it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffAddresses:
     """Where a rank is, and whom it hands KV to or gets it from: `tcp://HOST:PORT`, `ipc://PATH`.

@@ -2,8 +2,9 @@
 
     description    magic (8 bytes), version (1), msgpack map: address, token, size
     writer  ──→    the token (16 bytes)
-    target  ──→    one byte, with the descriptor of the memory: an arena (a memfd)
-    writer  ──→    notices, each led by one byte
+    target  ──→    one byte, with the descriptor of the memory: an arena (a memfd), or GPU memory
+    writer  ──→    notices, each led by one byte; or first that it cannot map GPU memory
+    target  ──→    then an arena
 
 They meet at a Unix socket in a folder of mode 0700; each looks whether the other is of the same
 user. Notices go over the socket rather than through a ring in the memory itself: a system call on
@@ -16,12 +17,18 @@ is *seen dead*, by a pidfd from the kernel that the target held before it gave t
 closed socket nor silence says that. Therefore nobody but the connected process can write through a
 link: the descriptor is closed as soon as the memory is mapped, and a child of the process does not
 inherit the mapping.
+
+With a `DeviceMemory`, areas lie on the GPU of the target, and the kernels of the writer write to
+them. Such memory is made for one area and for nothing after it: the driver frees it when the last
+process has unmapped it. So no write, however late, can hurt anything else, and its fence is there
+to count it: it holds when the writer has closed its link, which unmaps first, or is dead.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -32,12 +39,12 @@ import time
 from collections import Counter
 from contextlib import suppress
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
-from penstock.errors import UnavailableError
+from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.arena import Arena, populate_pages
 from penstock.transport.remote import (
     NOTICE_BYTES_MAX,
@@ -59,15 +66,29 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Area, PinMemory, Span, WriteEnd
+    from penstock.transport.remote import (
+        Area,
+        DeviceMemory,
+        ExportedMemory,
+        MappedMemory,
+        Memory,
+        PinMemory,
+        Span,
+        WriteEnd,
+    )
 
 MAGIC = b"PENSTOCK"
 VERSION = 1
 TOKEN_BYTES = 16
 GRANT = b"\x01"
-"""What a descriptor is sent along with."""
+"""What the descriptor of an arena is sent along with."""
 NOTICE = b"\x02"
 """What a notice begins with, so that an empty one is not mistaken for the end."""
+GRANT_DEVICE = b"\x03"
+"""What the descriptor of GPU memory is sent along with."""
+DECLINE = b"\x04"
+"""What the reason begins with why a writer cannot map GPU memory; it gets an arena then."""
+REASON_BYTES_MAX = 500
 SIZE_MAX = 1 << 48
 
 # As plain numbers: joining flags of an enum takes longer than the call.
@@ -79,6 +100,7 @@ NOTICES_AT_ONCE = 256
 """How many notices of one area are taken before the others have their turn."""
 
 _TRUNCATED = int(socket.MSG_TRUNC)
+_log = logging.getLogger(__name__)
 
 
 class Description(msgspec.Struct, frozen=True, tag="shared memory", forbid_unknown_fields=True):
@@ -193,23 +215,41 @@ class SharedArea:
     """Memory for one writer process."""
 
     ready = True
-    failure = ""
 
-    def __init__(self, peer: str, size: int, arena: Arena, address: str) -> None:
+    def __init__(self, peer: str, size: int, arena: Arena | ExportedMemory, address: str) -> None:
         self.peer = peer
+        self.failure = ""
         self.arena = arena
-        self.memory: NDArray[np.uint8] = arena.bytes[:size]
+        self.memory: Memory = arena.bytes[:size]
         self.token = secrets.token_bytes(TOKEN_BYTES)
         described = Description(peer=peer, address=address, token=self.token, size=size)
         self.description = encode_description(described)
         self.connection: socket.socket | None = None
         self.pidfd: int | None = None
         """Of the process that has the memory, as soon as it has it."""
+        self.used = False
+        """Whether a notice has come: from then on we may be reading the memory."""
+        self._leaving: select.epoll | None = None
+        """Readable when the writer has left GPU memory that was retired, or is dead."""
 
     @property
-    def writer_is_dead(self) -> bool:
+    def on_device(self) -> bool:
+        """Whether it is memory of a GPU."""
+        return not isinstance(self.arena, Arena)
+
+    @property
+    def is_left(self) -> bool:
         """Whether no process has the memory but this one."""
-        return self.pidfd is None or wait_readable(self.pidfd, deadline=0.0)
+        if self.pidfd is None or wait_readable(self.pidfd, deadline=0.0):
+            return True
+        if not self.on_device:
+            return False
+        return bool(self._leaving.poll(0)) if self._leaving else self.connection is None
+
+    @property
+    def leaving_descriptor(self) -> int | None:
+        """Readable when the writer of a retired area has left it; nothing if it has."""
+        return self.pidfd if self._leaving is None else self._leaving.fileno()
 
     def hang_up(self) -> None:
         """Closes the connection: no notice comes, and the writer learns that."""
@@ -217,8 +257,29 @@ class SharedArea:
             self.connection.close()
             self.connection = None
 
+    def await_leaving(self) -> None:
+        """The same for GPU memory; but it shows when the writer closes its end."""
+        if self.connection is None or self.pidfd is None:
+            return
+        self._leaving = select.epoll()
+        self._leaving.register(self.pidfd, select.EPOLLIN)
+        # Not for its notices: nobody takes them. A hang-up is shown unasked.
+        self._leaving.register(self.connection, 0)
+        with suppress(OSError):  # It has gone already.
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def move_to_host(self, arena: Arena) -> None:
+        """Has memory of the host in the place of that of a GPU, which nobody reads or has."""
+        size = len(self.memory)
+        self.arena.close()
+        self.arena, self.memory = arena, arena.bytes[:size]
+
     def forget_writer(self) -> None:
-        """Closes what is known of a writer that is dead."""
+        """Closes what is known of a writer that has left, or of one that is dead."""
+        self.hang_up()
+        if self._leaving is not None:
+            self._leaving.close()
+            self._leaving = None
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -230,13 +291,20 @@ class SharedTarget(AreaBooks[SharedArea]):
     Args:
         huge_pages: whether to look for huge pages.
         pin: makes the memory fit for a device; see `PinMemory`.
+        device: where areas lie that their writers can map there; the others lie on the host.
         folder: where writers come to; the private folder of this process if none is given.
     """
 
     def __init__(
-        self, *, huge_pages: bool = True, pin: PinMemory | None = None, folder: Path | None = None
+        self,
+        *,
+        huge_pages: bool = True,
+        pin: PinMemory | None = None,
+        device: DeviceMemory | None = None,
+        folder: Path | None = None,
     ) -> None:
         super().__init__()
+        self._device = device
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""
         self._arenas = ArenaPool(huge_pages=huge_pages, pin=pin)
@@ -248,8 +316,8 @@ class SharedTarget(AreaBooks[SharedArea]):
         """What notices are received into: to take as much anew for each costs more than they."""
 
     def open_area(self, peer: str, size: int) -> SharedArea:
-        """Memory for one writer process; that of an area that was freed, if there is any."""
-        arena = self._arenas.take(size)
+        """Memory for one writer process: new memory of the GPU; or an arena, also a freed one."""
+        arena = self._device_memory(peer, size) or self._arenas.take(size)
         return self._add(SharedArea(peer, size, arena, str(self._path)))
 
     def notices(self) -> list[Notice]:
@@ -270,12 +338,17 @@ class SharedTarget(AreaBooks[SharedArea]):
 
     def retire(self, area: Area) -> None:
         known = self._mark_retired(area)
-        if known is not None:
+        if known is None:
+            return
+        if known.on_device and known.connection is not None:
+            self._epoll.unregister(known.connection)
+            known.await_leaving()
+        else:
             known.hang_up()
 
     def fence(self, area: Area) -> Fenced | NotYet:
-        """Whether the process that had the memory is seen dead."""
-        if self._require_retired(area).writer_is_dead:
+        """Whether the process that had the memory is seen dead, or has left that of a GPU."""
+        if self._require_retired(area).is_left:
             return Fenced()
         return NotYet(f"the process of {area.peer!r} is alive")
 
@@ -286,26 +359,40 @@ class SharedTarget(AreaBooks[SharedArea]):
 
     def fence_descriptor(self, area: Area) -> int | None:
         """Becomes readable when the fence of a retired area holds; nothing if it does."""
-        return self._require_retired(area).pidfd
+        return self._require_retired(area).leaving_descriptor
 
     def free(self, area: Area) -> None:
         known = self._forget(area, self.fence(area))
         known.forget_writer()
-        self._arenas.give_back(known.arena)
+        if isinstance(known.arena, Arena):
+            self._arenas.give_back(known.arena)
+        else:
+            known.arena.close()
 
     def close(self) -> None:
         """Gives everything back. The memory of a living writer stays until it is gone, too."""
         areas = (*self.open_areas, *self.retired_areas)
         for area in areas:
-            area.hang_up()
             area.forget_writer()
-        self._arenas.close(area.arena for area in areas)
+            if not isinstance(area.arena, Arena):
+                area.arena.close()
+        self._arenas.close(area.arena for area in areas if isinstance(area.arena, Arena))
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
         self._listener.close()
         self._path.unlink(missing_ok=True)
         self._epoll.close()
+
+    def _device_memory(self, peer: str, size: int) -> ExportedMemory | None:
+        """Memory of the GPU for an area, if there is any."""
+        if self._device is None or size < 1:
+            return None
+        try:
+            return self._device.create(size)
+        except UnavailableError as error:
+            _log.warning("landing area is in host memory: peer=%s cause=%s", peer, error)
+            return None
 
     def _answer_callers(self) -> None:
         for _ in range(CALLERS_MAX):
@@ -355,7 +442,8 @@ class SharedTarget(AreaBooks[SharedArea]):
         """Gives the memory away, after we know who gets it."""
         area.pidfd = pidfd_of_peer(caller)
         try:
-            socket.send_fds(caller, [GRANT], [area.arena.fd])
+            grant = GRANT_DEVICE if area.on_device else GRANT
+            socket.send_fds(caller, [grant], [area.arena.fd])
         except OSError as error:
             # It cannot have got the memory, and may call again.
             area.forget_writer()
@@ -378,11 +466,28 @@ class SharedTarget(AreaBooks[SharedArea]):
             if not message:
                 area.hang_up()  # Its memory stays given: the process may live.
                 break
+            if message.startswith(DECLINE) and area.on_device and not area.used:
+                self._move_to_host(area, connection, message[len(DECLINE) :])
+                continue
             if flags & _TRUNCATED or not message.startswith(NOTICE):
                 self.refused["garbage"] += 1
                 continue
+            area.used = True
             found.append(message[len(NOTICE) :])
         return found
+
+    def _move_to_host(self, area: SharedArea, connection: socket.socket, why: bytes) -> None:
+        """Gives an arena to a writer that cannot map the memory of the GPU."""
+        reason = why[:REASON_BYTES_MAX].decode(errors="replace")
+        _log.warning("landing area is in host memory: peer=%s cause=%s", area.peer, reason)
+        try:
+            arena = self._arenas.take(len(area.memory))
+        except (UnavailableError, ConfigError, OSError, MemoryError) as error:
+            area.failure = f"{reason}; and no memory of the host: {error}"
+            return
+        area.move_to_host(arena)
+        with suppress(OSError):  # The writer is gone, and will be missed.
+            socket.send_fds(connection, [GRANT], [arena.fd])
 
 
 GRANT_S = 10.0
@@ -392,16 +497,28 @@ GRANT_S = 10.0
 class SharedLink:
     """The way of this process to one area; see `WriterLink`."""
 
-    def __init__(self, description: Description, *, grant_s: float, pin: PinMemory | None) -> None:
+    def __init__(
+        self,
+        description: Description,
+        *,
+        grant_s: float,
+        pin: PinMemory | None,
+        device: DeviceMemory | None,
+    ) -> None:
         self._peer = description.peer
         self._size = description.size
         self._posted = PostedWrites(description.peer, description.size)
         self._connection = call(description)
-        self._memory: NDArray[np.uint8] | None = None
+        self._memory: Any = None
+        """The bytes of the area: an array, or memory of a device."""
         self._pin = pin
         self._unpin: Callable[[], None] | None = None
+        self._device = device
+        self._mapped: MappedMemory | None = None
         self._grant_s = grant_s
         self._grant_deadline = time.monotonic() + grant_s
+        self._declined = False
+        """Whether it said that it cannot map memory of a GPU."""
         self._closed = False
         self.failure: str | None = None
         """Why nothing can be written any more, if so."""
@@ -416,7 +533,7 @@ class SharedLink:
             require_within(offset, length, self._size)
         return self._posted.post(spans, notice)
 
-    def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+    def window(self, offset: int, length: int) -> Memory | None:
         if not self._closed and self.failure is None:
             self._look()
         if self._closed or self.failure is not None:
@@ -457,6 +574,10 @@ class SharedLink:
             self._unpin()
             self._unpin = None
         self._memory = None
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        # Last: it tells the target that memory of its GPU was left.
         self._connection.close()
 
     def _look(self) -> None:
@@ -476,20 +597,48 @@ class SharedLink:
         except OSError as error:
             self.failure = f"{self._peer} is gone: {error.strerror}"
             return
-        if message != GRANT or len(fds) != 1:
+        known = message == GRANT or (message == GRANT_DEVICE and not self._declined)
+        if not known or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
             self.failure = f"{self._peer} refused"
             return
         try:
-            memory = _map(fds[0], self._size)
+            if message == GRANT:
+                self._map_arena(fds[0])
+            else:
+                self._map_device(fds[0])
+        finally:
+            os.close(fds[0])
+
+    def _map_arena(self, fd: int) -> None:
+        try:
+            memory = _map(fd, self._size)
             if self._pin is not None:
                 self._unpin = self._pin(memory)
             self._memory = memory
         except (OSError, ValueError, UnavailableError) as error:
             self.failure = f"the memory of {self._peer} cannot be mapped: {error}"
-        finally:
-            os.close(fds[0])
+
+    def _map_device(self, fd: int) -> None:
+        """Maps memory of the target's GPU; where that cannot be, an arena is given instead."""
+        if self._device is None:
+            self._decline("the KV of the writer is not on a GPU")
+            return
+        try:
+            self._mapped = self._device.map(fd, self._size)
+        except UnavailableError as error:
+            self._decline(str(error))
+        else:
+            self._memory = self._mapped.bytes[: self._size]
+
+    def _decline(self, why: str) -> None:
+        self._declined = True
+        self._grant_deadline = time.monotonic() + self._grant_s
+        try:
+            self._connection.send(DECLINE + why.encode()[:REASON_BYTES_MAX])
+        except OSError as error:
+            self.failure = f"{self._peer} is gone: {error.strerror}"
 
     def _deliver(self, notice: bytes) -> Delivery:
         try:
@@ -502,14 +651,18 @@ class SharedLink:
 
 
 def connect_shared(
-    description: bytes, *, grant_s: float = GRANT_S, pin: PinMemory | None = None
+    description: bytes,
+    *,
+    grant_s: float = GRANT_S,
+    pin: PinMemory | None = None,
+    device: DeviceMemory | None = None,
 ) -> SharedLink:
     """A way to the area that a target of another process described.
 
     Raises `ValueError`: it is not a description of such an area; `UnavailableError`: the target is
     gone.
     """
-    return SharedLink(decode_description(description), grant_s=grant_s, pin=pin)
+    return SharedLink(decode_description(description), grant_s=grant_s, pin=pin, device=device)
 
 
 def _map(fd: int, size: int) -> NDArray[np.uint8]:

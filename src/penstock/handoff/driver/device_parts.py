@@ -1,10 +1,12 @@
 """Parts out of and into tensors of a CUDA device, by pack kernels that sum on the way.
 
     DeviceReader:  slots ─gather, sums─→ staging ─copy─→ berth        sums ─→ the notice
+                   slots ─gather, sums─→ berth, where that is GPU memory
     DeviceTaker:   berth ─copy─→ staging ─sums─→ verdict ─scatter─→ slots
 
 The CPU touches no byte of a part: it submits one batch of calls for each, and looks at one event.
-A berth is memory of the host that two processes share, pinned by both (`pin_memory`).
+A berth is memory that two processes share: of the target's GPU, mapped by both (`DeviceBytes`), or
+of the host, pinned by both (`pin_memory`).
 
 | hazard                            | what orders it                                             |
 |-----------------------------------|------------------------------------------------------------|
@@ -37,6 +39,7 @@ from penstock.errors import UnavailableError
 from penstock.handoff.driver.window_scatter import WindowScatter
 from penstock.movers.base import WAIT_S
 from penstock.movers.cuda.buffers import (
+    VECTOR_BYTES,
     PinnedMemory,
     StagingRing,
     StagingSize,
@@ -44,6 +47,7 @@ from penstock.movers.cuda.buffers import (
     unregister,
 )
 from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.landing import DeviceBytes
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.streams import Bell, Stream, StreamEvent
@@ -65,8 +69,8 @@ if TYPE_CHECKING:
     from penstock.vocabulary.layout import Layout
 
 
-Window: TypeAlias = "NDArray[np.uint8]"
-"""Bytes of a berth, in pinned memory."""
+Window: TypeAlias = "NDArray[np.uint8] | DeviceBytes"
+"""Bytes of a berth, in pinned memory or in that of a GPU."""
 PARTS = 8
 """Parts under way at a time: their tables are small, and the device works in order."""
 STAGED = 2
@@ -114,9 +118,12 @@ class DeviceReader:
         manifest.slots[:, :count] = numbers_of(tuple(slots))
         manifest.targets[0, :count] = shape.rows[:count]
         manifest.send(calls, stream)
-        packer.gather(calls, manifest, berth, stream)
+        if isinstance(memory, DeviceBytes) and memory.address % VECTOR_BYTES == 0:
+            packer.gather(calls, manifest, berth, stream, into=memory.address)
+        else:
+            packer.gather(calls, manifest, berth, stream)
+            calls.copy(stream, address_of(memory), berth.staged, len(memory))
         packer.publish(calls, manifest, berth, batch.sums_address, stream)
-        calls.copy(stream, address_of(memory), berth.staged, len(memory))
         calls.record(manifest.ended, stream)
         calls.make()
         self._reading.append(_Reading(write, shape, batch))
@@ -409,7 +416,7 @@ class Device:
 
 def address_of(memory: Window) -> int:
     """Where bytes of a berth are."""
-    return int(memory.ctypes.data)
+    return memory.address if isinstance(memory, DeviceBytes) else int(memory.ctypes.data)
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)

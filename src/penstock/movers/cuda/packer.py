@@ -115,12 +115,13 @@ class Packer:
         stream: Stream,
         *,
         summed: bool = True,
+        into: int | None = None,
     ) -> None:
-        """Packs a batch into its berth."""
+        """Packs a batch into its berth, or to an address in the place of its staging."""
         for bound in self._bound:
             arguments = (
                 *(bound.address, manifest.slots_address, self._ring.blocks),
-                *(manifest.seeds_address, berth.staged, self._ring.pitch),
+                *(manifest.seeds_address, berth.staged if into is None else into, self._ring.pitch),
                 *(berth.sums, self._cells),
             )
             kernel = bound.gather if summed else bound.move
