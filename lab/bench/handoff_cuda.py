@@ -1,8 +1,9 @@
 """The handoff benchmark on one GPU: two engines in this process, by the public interface.
 
 A layer is the matrix products of one layer of an 8B model over the prompt's tokens, on the
-compute stream; parts leave in a stream of their own while later layers compute, and land in
-pinned memory that two processes could share. The pack kernels sum them on both sides.
+compute stream; parts leave in a stream of their own while later layers compute, and land in memory
+that two processes could share: that of the GPU, or pinned memory of the host. The pack kernels sum
+them on both sides.
 
 | side                     | what is measured                                                  |
 |--------------------------|-------------------------------------------------------------------|
@@ -43,6 +44,8 @@ SETTINGS = penstock.HandoffSettings(
     bounds=penstock.HandoffBounds(berth_bytes=8 << 20, berth_count=16)
 )
 """A berth holds one layer of the prompt, so that a layer is one part."""
+WAYS = {"gpu": "gpu", "shared_memory": "shared"}
+"""What the rows call each transport."""
 EXPOSED_MAX = 1.5
 BESIDE_MIN = 0.9
 PATIENCE_S = 60.0
@@ -61,7 +64,13 @@ class Sides(NamedTuple):
 
 def run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     """Measures exposed latency and overlap, and adds rows and ratios."""
-    pair = CudaPair()
+    for transport, way in WAYS.items():
+        _run_way(report, transport, way, rounds=rounds)
+    report.add_note("one layer: from its progress until the target rank has taken and verified it")
+
+
+def _run_way(report: BenchReport, transport: str, way: str, *, rounds: int) -> None:
+    pair = CudaPair(transport)
     pair.run(by_layers=True)
     pair.one_layer()
     found = []
@@ -72,16 +81,15 @@ def run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
         _, after_s = pair.run(by_layers=False)
         found.append(Sides(compute_s, layer_s, by_layers_s, exposed_s, after_s))
     pair.close()
-    _add(report, found)
-    report.add_note("one layer: from its progress until the target rank has taken and verified it")
+    _add(report, found, way)
 
 
-def _add(report: BenchReport, found: list[Sides]) -> None:
+def _add(report: BenchReport, found: list[Sides], way: str) -> None:
     params: dict[str, str | int | float | bool] = {
         "layers": LAYERS,
         "tokens": TOKENS,
         "block_tokens": BLOCK_TOKENS,
-        "way": "shared",
+        "way": way,
     }
     for side, metric, values in (
         ("compute alone", "all layers", [each.compute_s for each in found]),
@@ -99,12 +107,12 @@ def _add(report: BenchReport, found: list[Sides]) -> None:
             summary=summarize([1e9 * value for value in values]),
         )
     report.add_ratio(
-        "exposed, against sending one layer, one GPU, shared",
+        f"exposed, against sending one layer, one GPU, {way}",
         statistics.median(each.exposed_s / each.layer_s for each in found),
         at_most=EXPOSED_MAX,
     )
     report.add_ratio(
-        "compute beside the handoff, of alone, one GPU, shared",
+        f"compute beside the handoff, of alone, one GPU, {way}",
         statistics.median(each.compute_s / each.by_layers_s for each in found),
         at_least=BESIDE_MIN,
     )
@@ -113,7 +121,7 @@ def _add(report: BenchReport, found: list[Sides]) -> None:
 class CudaPair:
     """Two pools of one GPU, and a prefill and a decode engine with one rank each."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "auto") -> None:
         # Tensors name their device by its number, and so do the kernels.
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.pools = [self._pool() for _ in range(2)]
@@ -126,7 +134,12 @@ class CudaPair:
             for name in ("prefill", "decode")
         )
         self.pair = penstock.HandoffPair(
-            prefill=prefill, decode=decode, model="bench", weights="v1", checksum="mix64"
+            prefill=prefill,
+            decode=decode,
+            model="bench",
+            weights="v1",
+            checksum="mix64",
+            transport=transport,
         )
         there, here = self.pools
         with ExitStack() as stack:

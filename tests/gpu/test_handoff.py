@@ -14,11 +14,12 @@ from lab.bench.handoff_cuda import LAYERS, CudaPair
 from lab.bench.handoff_cuda import TOKENS as PROMPT_TOKENS
 from penstock.errors import UnavailableError
 from penstock.handoff.driver import device_parts
-from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
+from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker, Window
 from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.identity import Life, WriteId
+from penstock.movers.cuda.landing import DeviceBytes
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.tensors import TensorTier
 from penstock.vocabulary.checksums import Algorithm
@@ -249,8 +250,11 @@ def test_kv_leaves_after_its_layer_is_computed_and_not_before(opened: Opened) ->
     assert pair.parts == LAYERS
 
 
-def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed(opened: Opened) -> None:
-    pair = opened(CudaPair())
+@pytest.mark.parametrize("transport", ["gpu", "shared_memory"])
+def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed(
+    opened: Opened, transport: str
+) -> None:
+    pair = opened(CudaPair(transport))
 
     pair.run(by_layers=True)
     torch.cuda.synchronize()
@@ -280,8 +284,18 @@ def test_most_layers_have_arrived_when_the_last_one_is_computed(
     assert max(parts - LAYERS * run for run, parts in enumerate(taken)) > LAYERS // 2
 
 
+def flip(memory: Window, at: int) -> None:
+    """Changes one byte of a berth."""
+    if isinstance(memory, DeviceBytes):
+        torch.as_tensor(memory, device="cuda")[at] ^= 1
+        torch.cuda.synchronize()
+    else:
+        memory[at] ^= 1
+
+
+@pytest.mark.parametrize("transport", ["gpu", "shared_memory"])
 def test_a_part_that_is_spoiled_on_its_way_is_asked_for_again(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     take = DeviceTaker.take
     spoiled: list[Take] = []
@@ -289,11 +303,11 @@ def test_a_part_that_is_spoiled_on_its_way_is_asked_for_again(
     def spoil_once(taker, taking, route, form, memory, keys, slots):  # noqa: ANN001, ANN202
         if taking.part == 3 and not spoiled:
             spoiled.append(taking)
-            memory[100] ^= 1
+            flip(memory, 100)
         return take(taker, taking, route, form, memory, keys, slots)
 
     monkeypatch.setattr(DeviceTaker, "take", spoil_once)
-    pair = opened(CudaPair())
+    pair = opened(CudaPair(transport))
     pair.run(by_layers=True)
     torch.cuda.synchronize()
 

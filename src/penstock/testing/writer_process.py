@@ -246,10 +246,15 @@ class LocalWriter(SuiteWriter):
 
 
 class ProcessWriter(SuiteWriter):
-    """A writer in a process of its own, over a data transport that is built in or installed."""
+    """A writer in a process of its own, over a data transport that is built in or installed.
 
-    def __init__(self, transport: str = "shared_memory") -> None:
-        self.process = PeerProcess(PROGRAM, (transport,), ())
+    Args:
+        transport: its name.
+        program: what the process runs, where its writer needs more than that name.
+    """
+
+    def __init__(self, transport: str = "shared_memory", *, program: str = PROGRAM) -> None:
+        self.process = PeerProcess(program, (transport,), ())
         self._stopped: list[int] = []
 
     def connect(self, description: bytes) -> None:
@@ -304,7 +309,11 @@ def children_of(pid: int) -> list[int]:
 
 def main() -> None:
     """What runs in the process of a `ProcessWriter`."""
-    writer = LocalWriter(Writer(transport_named(sys.argv[1])).connect)
+    obey_lines(LocalWriter(Writer(transport_named(sys.argv[1])).connect))
+
+
+def obey_lines(writer: LocalWriter) -> None:
+    """Has a writer do what the standard input says, until it ends."""
     for line in sys.stdin:
         command = json.loads(line)
         try:
