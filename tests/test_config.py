@@ -224,7 +224,7 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
         ),
         (
             HEAD + "[handoff]\ntransport = 1",
-            "handoff.transport: is 1, must be one of auto, shared_memory, nixl",
+            "handoff.transport: is 1, must be one of auto, shared_memory, gpu, nixl",
         ),
     ],
 )

@@ -256,7 +256,7 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
             "tiers = [{name = 'a', kind = 'p'}]",
             "'p', must be one of memory, host, disk, redis, mooncake, objects, shared, pool",
         ),
-        ("handoff.transport = 'w'", "is 'w', must be one of auto, shared_memory, nixl, wire"),
+        ("handoff.transport = 'w'", "is 'w', must be one of auto, shared_memory, gpu, nixl, wire"),
     ],
 )
 def test_a_name_that_nobody_has_is_refused_with_those_there_are(text: str, problem: str) -> None:

@@ -1,7 +1,7 @@
 """A decode rank with its landing memory, its slots, and the takes and fences under way.
 
 What must not break: nothing lands in memory that was given back, or in a berth that is being
-read; and a slot gets what its part is.
+read, where sums are not to find that; and a slot gets what its part is.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class DecodeRankActor(Actor[DecodeRank]):
         write, area = action.write.write, (action.source, action.write.write.generation)
         if write.target != self.identity.life:
             return  # The memory it was meant for went with the process.
-        berths = self.berths.get(area)
+        berths, own = self.berths.get(area), self.scene.transport.own_memory
+        if berths is None and own:
+            return  # In memory that nobody has any more.
         if berths is None:
             raise Violation(
                 "given back", f"{self.name}: {action.source} writes into area {area[1]}, given back"
@@ -122,7 +124,8 @@ class DecodeRankActor(Actor[DecodeRank]):
         if write.berth >= len(berths):
             raise Violation("bounds", f"{self.name}: no berth {write.berth} in area {area[1]}")
         for take in self.takes:
-            if (take.source, take.generation, take.berth) == (*area, write.berth):
+            # Of one's own memory, a copy that is torn is found spoiled, as if all had changed.
+            if not own and (take.source, take.generation, take.berth) == (*area, write.berth):
                 raise Violation(
                     "berth", f"{self.name}: berth {write.berth} is written to while it is read"
                 )

@@ -63,6 +63,9 @@ class Transport:
     nothing: it may land at any later time."""
     has_relays: bool = False
     """Whether a process beside each rank carries its writes out, and may die."""
+    own_memory: bool = False
+    """Whether memory of an area is never that of anything else, and parts are taken although late
+    writes may reach their berths: sums find those that they spoiled."""
 
 
 SHARED_MEMORY = Transport(
@@ -83,6 +86,16 @@ NIXL = Transport(
 )
 """The fence is the destruction of the target's agent, whatever the writer does. An area has an
 agent of its own; all of them end at once with the relay that has them."""
+
+GPU_MEMORY = Transport(
+    name="gpu memory",
+    waits_for_posted=False,
+    waits_for_ghosts=False,
+    ends_writes=False,
+    recalls=False,
+    own_memory=True,
+)
+"""Nothing keeps a late write out, not even the fence, which is there to count memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

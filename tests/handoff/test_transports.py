@@ -32,6 +32,23 @@ def test_engines_on_one_machine_share_memory_and_others_use_nixl(
     assert choose_transport(name, addresses) == chosen
 
 
+@pytest.mark.parametrize(
+    ("name", "addresses", "chosen"),
+    [
+        ("auto", HERE, "gpu"),
+        ("auto", THERE, "nixl"),
+        ("shared_memory", HERE, "shared_memory"),
+        ("gpu", HERE, "gpu"),
+    ],
+)
+def test_kv_on_gpus_of_one_machine_lands_in_their_memory_unless_told_otherwise(
+    name: str, addresses: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "is_installed", lambda: True)
+
+    assert choose_transport(name, addresses, on_gpu=True) == chosen
+
+
 def test_engines_on_two_machines_without_nixl_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
