@@ -8,10 +8,10 @@ everybody has time enough; so there every handoff must be delivered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
-from lab.worlds.scene import Prompt, Scene, shares
+from lab.worlds.scene import GPU_MEMORY, Prompt, Scene, shares
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 
@@ -19,6 +19,7 @@ CALM_SHARE = 0.25
 SLOW_LINK_SHARE = 0.15
 LONG_CUT_SHARE = 0.25
 PREEMPTING_SHARE = 0.15
+GPU_SHARE = 0.15
 _LINK_DRAWS = 0x51_0E_1A_6B_2D_44_93_07
 AMPLE_S = 4000.0
 """Thirty resends at the longest cap (128 s): so many are not all lost, not even at 30 % loss. With
@@ -59,6 +60,8 @@ class HandoffConditions:
     duplicate: float
     spoil: float
     write_failure: float
+    stray: float
+    """Writes that land once more, later. Only into GPU memory: nothing keeps them out."""
     cancel: float
     """Each engine, for itself."""
     preempt: float
@@ -97,7 +100,7 @@ def draw_handoff_conditions(rng: Random) -> HandoffConditions:
         drawn = rng.randint(1, most) if rng.random() < chance else 0
         return 0 if calm else drawn
 
-    return HandoffConditions(
+    conditions = HandoffConditions(
         calm=calm,
         scene=scene,
         delay_s=rng.choice((0.001, 0.01, 0.1)),
@@ -112,6 +115,7 @@ def draw_handoff_conditions(rng: Random) -> HandoffConditions:
         duplicate=rng.uniform(0.0, 0.3) if rng.random() < 0.6 else 0.0,
         spoil=fault(0.4, 0.3),
         write_failure=fault(0.3, 0.15),
+        stray=0.0,
         cancel=fault(0.4, 0.4),
         withdraw=fault(0.5, 1.0),
         insistence=fault(0.3, 1.0),
@@ -123,6 +127,11 @@ def draw_handoff_conditions(rng: Random) -> HandoffConditions:
         suspicion_count=count(0.3, 3),
         fence_on_death=rng.random() < 0.3,
     )
+    if link.random() >= GPU_SHARE:
+        return conditions
+    on_gpu = replace(scene, transport=GPU_MEMORY)
+    stray = 0.0 if calm else link.uniform(0.1, 0.5)
+    return replace(conditions, scene=on_gpu, fence_on_death=False, stray=stray)
 
 
 def _draw_scene(rng: Random, *, calm: bool) -> Scene:

@@ -99,6 +99,8 @@ class Drivers:
         let_go = write.handoff not in rank.machine.prompts
         if posting.phase is Phase.ASKED or (let_go and self._rng.random() < 0.5):
             self._world.give(source.name, do.GiveUp(write))
+            if posting.phase is Phase.POSTED and not self._world.scene.transport.recalls:
+                self.haunt(source, posting.write)
 
     def _land(self, source: Life, write: ef.Write) -> None:
         """A posted write lands, fails, or finds its poster or its target dead."""
@@ -121,6 +123,12 @@ class Drivers:
             self._world.note("part corrupt")
         self._world.give(source.name, do.Leave(name))
         self._arrive(source, write, intact=intact)
+        own = self._world.scene.transport.own_memory
+        if own and self._rng.random() < self._conditions.stray:
+            late_s = self._rng.expovariate(1.0) * (
+                self._conditions.write_s + self._conditions.take_s
+            )
+            self._world.after(2.0 * late_s, self._stray, source, write)
         self._world.after(
             self._of(self._conditions.write_s, source) / 4, self._observe, source, name
         )
@@ -143,6 +151,19 @@ class Drivers:
             self._world.note("ghost lands")
             self._arrive(source, write, intact=True)
 
+    def _stray(self, source: Life, write: ef.Write) -> None:
+        """A kernel of the writer writes once more, into what may be in use for another part."""
+        name = write.write
+        target = self._world.decode_rank(name.target.name)
+        if target.identity.life != name.target:
+            return
+        here = (source, name.generation, name.berth)
+        if (source, name.generation) not in target.berths:
+            self._world.note("late write into memory given back")
+        elif any((take.source, take.generation, take.berth) == here for take in target.takes):
+            self._world.note("late write into a berth that is read")
+        self._world.give(target.name, do.Land(write, source, intact=True))
+
     # ---------------------------------------------------------------- takes and fences
 
     def _finish(self, life: Life, take: ef.Take) -> None:
@@ -155,7 +176,14 @@ class Drivers:
             return
         writer = self._world.prefill_rank(fence.peer.name)
         dead = writer.identity.life != fence.peer
-        in_flight = writer.in_flight(fence.peer, life, fence.generation)
+        transport = self._world.scene.transport
+        in_flight = writer.in_flight(
+            fence.peer,
+            life,
+            fence.generation,
+            posted=transport.waits_for_posted,
+            ghosts=transport.waits_for_ghosts,
+        )
         if in_flight or (self._conditions.fence_on_death and not dead):
             self._world.note("fence does not hold yet")
             if looks < _FENCE_LOOKS_MAX:

@@ -16,6 +16,8 @@ FAULT_KINDS = (
     "false suspicion",
     "fence does not hold yet",
     "ghost lands",
+    "late write into a berth that is read",
+    "late write into memory given back",
     "long cut",
     "message cut off",
     "message from an earlier life",

@@ -1,4 +1,4 @@
-"""Landing areas in GPU memory: late writes are not kept out, and do no harm where sums are checked."""
+"""Landing areas in GPU memory: late writes are not kept out; sums find what they spoil."""
 
 from __future__ import annotations
 

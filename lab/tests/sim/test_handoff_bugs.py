@@ -25,6 +25,7 @@ from lab.tests.explore.epoch_checks import (
     serve_what_was_stopped,
     stop_later_claims,
 )
+from lab.worlds.decode import DecodeRankActor
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.effects import Fence
@@ -208,6 +209,26 @@ def test_claims_that_are_never_repeated_are_found_because_nothing_is_delivered(
     plant_claims_never_repeated(monkeypatch)
 
     assert "usefulness" in map(finder_of, (39, *range(60)))
+
+
+def test_parts_that_are_believed_without_their_sums_are_found_where_writes_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def believe(rank: DecodeRankActor, take: Take, now: float) -> list[AnyEffect]:
+        number = rank.takes.index(take)
+        del rank.takes[number], rank.takers[number]
+        lies = rank.berths[take.source, take.generation][take.berth]
+        assert lies is not None
+        place = (take.handoff, take.epoch)
+        rank.slots[place] = rank.slots.get(place, frozenset()) | {lies}
+        return rank.machine.parts_taken((take,), now)
+
+    late = [seed for seed in range(400) if HandoffSimulation(seed).conditions.stray]
+    honest = {finder_of(seed) for seed in late[:20]}
+    monkeypatch.setattr(DecodeRankActor, "_finish", believe)
+
+    assert honest == {"nobody"}
+    assert "content" in map(finder_of, late)
 
 
 def test_writes_into_memory_given_back_are_what_a_missing_fence_leads_to(
