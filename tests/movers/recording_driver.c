@@ -55,6 +55,12 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     TELL(" %d\n", *(int32_t *)arguments[count - 1]);
     return answer();
 }
+int cuLaunchHostFunc(void *stream, void (*function)(void *), void *argument)
+{
+    TELL("host %zu %zu\n", (size_t)stream, (size_t)argument);
+    function(argument);
+    return answer();
+}
 #ifndef WITHOUT_BATCHES
 int cuMemcpyBatchAsync_v2(uint64_t *targets, uint64_t *sources, size_t *lengths, size_t count,
                           int *attributes, size_t *firsts, size_t kinds, void *stream)

@@ -129,6 +129,23 @@ def test_calls_are_made_in_the_order_in_which_they_were_recorded_and_once(
     ]
 
 
+def test_a_ring_makes_a_descriptor_readable_also_when_it_is_full(recorder: Recorder) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    os.eventfd_write(fd, (1 << 64) - 2)
+
+    calls.ring(numbered(5), fd)
+    calls.make()
+    full = os.eventfd_read(fd)
+    calls.ring(numbered(5), fd)
+    calls.make()
+    after = os.eventfd_read(fd)
+
+    assert recorder.reported == [f"host 5 {fd}"] * 2
+    assert (full, after) == ((1 << 64) - 2, 1)
+    os.close(fd)
+
+
 def test_turns_change_streams_and_each_follows_the_one_before(recorder: Recorder) -> None:
     calls = CompiledCalls(recorder.library, [])
     link: Any = Streams()
@@ -339,7 +356,7 @@ def test_a_driver_that_lacks_a_function_is_refused(recorder: Recorder, tmp_path:
     assert recorder.library
     made = compiled("calls", SOURCE, tmp_path)
 
-    with pytest.raises(UnavailableError, match=r"libm\.so\.6 lacks 7 of the functions"):
+    with pytest.raises(UnavailableError, match=r"libm\.so\.6 lacks 8 of the functions"):
         CallsLibrary(made, driver="libm.so.6")
     with pytest.raises(UnavailableError, match=r"libnothing\.so is not there"):
         CallsLibrary(made, driver="libnothing.so")

@@ -171,7 +171,8 @@ class Handoff:
         """Sends and receives while the engine waits for its device; results stay for `step`.
 
         A prefill rank looks at its device until all that was reported with a `stream` is
-        computed, or `deadline` on the monotonic clock has come; otherwise it returns at once.
+        computed and packed, or `deadline` on the monotonic clock has come; otherwise it returns at
+        once.
         """
         until = self._deadline(deadline)
         with self._access:

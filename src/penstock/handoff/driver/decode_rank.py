@@ -209,7 +209,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         """
         machine = self.machine
         return (
-            bool(machine.retired)
+            bool(machine.retired or self._takes)
             or self._clock() >= self._taking_since + self._claim_s
             or len(machine.takes) * KEPT_BACK >= machine.settings.bounds.berth_count
             or any(

@@ -50,7 +50,7 @@ from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.landing import DeviceBytes
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
-from penstock.movers.cuda.streams import Bell, Stream, StreamEvent
+from penstock.movers.cuda.streams import Bell, DescriptorBell, Stream, StreamEvent
 from penstock.movers.packing import PROMPTS_KEPT, seeds_of
 from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.layout import narrow
@@ -125,6 +125,7 @@ class DeviceReader:
             calls.copy(stream, address_of(memory), berth.staged, len(memory))
         packer.publish(calls, manifest, berth, batch.sums_address, stream)
         calls.record(manifest.ended, stream)
+        self._device.rings.ring_behind(manifest.ended, calls)
         calls.make()
         self._reading.append(_Reading(write, shape, batch))
         return None
@@ -135,6 +136,7 @@ class DeviceReader:
 
     def ended(self) -> list[tuple[WriteId, bytes]]:
         found = []
+        self._device.rings.quiet()
         while self._reading and self._reading[0].batch.manifest.ended.reached:
             write, shape, batch = self._reading.popleft()
             if write in self._forgotten:
@@ -160,6 +162,11 @@ class DeviceReader:
     def busy(self) -> bool:
         return bool(self._reading)
 
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when parts have ended; nothing where calls are not compiled."""
+        return self._device.descriptor
+
     def close(self) -> None:
         self._device.close()
 
@@ -175,6 +182,7 @@ class _Taking(NamedTuple):
     """What is left to do once the part is known to be intact: blocks of another size,"""
     scratch: torch.Tensor | None
     """of which this is a copy."""
+    calls: Calls
 
 
 class DeviceTaker:
@@ -231,11 +239,12 @@ class DeviceTaker:
         if whole:
             packer.scatter(calls, manifest, berth, stream)
         calls.record(manifest.ended, stream)
+        self._device.rings.ring_behind(manifest.ended, calls)
         calls.make()
         put_away = None
         if scratch is not None:
             put_away = self._put_away_of(route, form, scratch, count, slots)
-        self._taking.append(_Taking(take, shape, batch, put_away, scratch))
+        self._taking.append(_Taking(take, shape, batch, put_away, scratch, calls))
         return None
 
     @property
@@ -244,6 +253,7 @@ class DeviceTaker:
 
     def ended(self) -> list[tuple[Take, bool]]:
         found = []
+        self._device.rings.quiet()
         while self._taking and self._taking[0].batch.manifest.ended.reached:
             taking = self._taking[0]
             manifest = taking.batch.manifest
@@ -251,6 +261,8 @@ class DeviceTaker:
             if intact and taking.put_away is not None:
                 taking.put_away()
                 manifest.ended.record(self._device.stream.handle)
+                self._device.rings.ring_behind(manifest.ended, taking.calls)
+                taking.calls.make()
                 self._taking[0] = taking._replace(put_away=None)
                 break
             self._taking.popleft()
@@ -265,8 +277,9 @@ class DeviceTaker:
         return bool(self._taking)
 
     @property
-    def descriptor(self) -> None:
-        """Nothing: an event of the device wakes nobody."""
+    def descriptor(self) -> int | None:
+        """Readable when parts have ended; nothing where calls are not compiled."""
+        return self._device.descriptor
 
     def close(self) -> None:
         self._device.close()
@@ -376,6 +389,7 @@ class Device:
     def __init__(self, tier: TensorTier, part_bytes: int) -> None:
         self.stream = Stream()
         self.bell = Bell()
+        self.rings = DescriptorBell()
         self._marks = Marks(self.stream.handle, self.bell, StreamEvent)
         self._tier = tier
         self._part_bytes = part_bytes
@@ -386,6 +400,12 @@ class Device:
     def has_room(self) -> bool:
         """Whether a part of any shape can be submitted."""
         return all(shape.free for shape in self._shapes.values())
+
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when a part has ended, if every part rings."""
+        rings = all(kernels.calls.rings for kernels in self._kernels.values())
+        return self.rings.descriptor if rings else None
 
     def kernels_of(self, form: PartForm, layout_of: Callable[[], Layout]) -> Kernels:
         """The kernels for parts of a form whose blocks have this layout; prepared once."""
@@ -411,6 +431,7 @@ class Device:
             shape.close()
         self._marks.close()
         self.bell.close()
+        self.rings.close()
         self.stream.close()
 
 

@@ -433,6 +433,11 @@ class ArrayReader:
         """Whether a part was begun and has not ended."""
         return False
 
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when parts have ended; nothing where one has to ask `ended`."""
+        return None
+
 
 class ArrayTaker:
     """Takes parts on the CPU.

@@ -363,7 +363,10 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         Returns when every event of the device has been passed, or at `until`.
         """
         source = self._progress
-        while source is not None and source.busy and (now := self._clock()) < until:
+        if source is None:
+            return
+        # Parts of the last layer, too: the device packs one in less than a wait would take.
+        while (source.busy or self._reader.busy) and (now := self._clock()) < until:
             self._report(source.drive(min(until, now + DRIVE_S)))
             self.step()
 
@@ -378,7 +381,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         due = super().next_deadline()
-        if self._reader.busy:
+        if self._reader.busy and self._reader.descriptor is None:
             soon = self._clock() + READING_S
         elif any(area.stuck and area.posted for area in self._areas.values()):
             soon = self._clock() + FULL_S
@@ -601,9 +604,12 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                 del self._prompts[handoff]
 
     def _descriptors(self) -> Sequence[int]:
-        """Links that wait for their memory."""
+        """Links that wait for their memory, and parts that the device packs."""
         links = (area.link for area in self._areas.values() if area.stuck)
-        return [link.descriptor for link in links if link.descriptor is not None]
+        found = [link.descriptor for link in links]
+        if self._reader.busy:
+            found.append(self._reader.descriptor)
+        return [each for each in found if each is not None]
 
 
 def _layers_of(directory: Directory, name: str) -> range:

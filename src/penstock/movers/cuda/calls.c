@@ -10,6 +10,7 @@
  *     FOLLOW  link event                        the next turn of the link waits for the event
  *     MARK    link event                        the event stands for all turns so far
  *     TURNS   link turn_bytes n (target source length)...        copies in turns, in order
+ *     RING    stream descriptor                 an eventfd is readable when the stream gets there
  *
  * It decides nothing but where extents are cut into turns, by the rule of tables.py. The one rule:
  * the calls are made in the order in which they were written down, and none after one that failed.
@@ -20,8 +21,9 @@
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
 
-enum { WAIT = 1, RECORD, COPY, CLEAR, LAUNCH, FOLLOW, MARK, TURNS };
+enum { WAIT = 1, RECORD, COPY, CLEAR, LAUNCH, FOLLOW, MARK, TURNS, RING };
 
 enum {
     SUCCESS = 0,
@@ -57,6 +59,7 @@ static struct {
     int (*launch)(void *function, unsigned x, unsigned y, unsigned z, unsigned threads,
                   unsigned threads_y, unsigned threads_z, unsigned shared, void *stream,
                   void **arguments, void **extra);
+    int (*host)(void *stream, void (*function)(void *), void *argument);
     int (*parameter)(void *function, size_t number, size_t *offset, size_t *length);
     /* The second form came with CUDA 13; without either, extents are copied one by one. */
     int (*copy_batch)(uint64_t *targets, uint64_t *sources, size_t *lengths, size_t count,
@@ -81,6 +84,7 @@ int penstock_open(const char *library)
     FIND(copy, "cuMemcpyAsync");
     FIND(clear, "cuMemsetD8Async");
     FIND(launch, "cuLaunchKernel");
+    FIND(host, "cuLaunchHostFunc");
     FIND(parameter, "cuFuncGetParamInfo");
 #undef FIND
     *(void **)&cuda.copy_batch = dlsym(driver, "cuMemcpyBatchAsync");
@@ -190,6 +194,14 @@ static int copy_in_turns(struct link *link, size_t turn_bytes, const word *exten
     return take_turn(link, &turn);
 }
 
+/* Runs in a thread of the driver, without the interpreter. An eventfd that is full is readable. */
+static void ring(void *descriptor)
+{
+    uint64_t one = 1;
+    ssize_t written = write((int)(intptr_t)descriptor, &one, sizeof one);
+    (void)written;
+}
+
 static int launch(const word *at)
 {
     void *arguments[ARGUMENTS_MAX];
@@ -243,6 +255,10 @@ word penstock_make(const word *words, word count)
         case TURNS:
             status = copy_in_turns((struct link *)one[0], one[1], one + 3, one[2]);
             at += 4 + 3 * one[2];
+            break;
+        case RING:
+            status = cuda.host((void *)one[0], ring, (void *)one[1]);
+            at += 3;
             break;
         default:
             status = MALFORMED;

@@ -149,14 +149,17 @@ class Word(IntEnum):
     FOLLOW = 6
     MARK = 7
     TURNS = 8
+    RING = 9
 
 
 # Plain integers: access to an attribute of an enum would take most of the time.
-_WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS = map(int, Word)
+_WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS, _RING = map(int, Word)
 
 
 class PlainCalls:
     """Each call at once, from Python."""
+
+    rings = False
 
     def __init__(self, without: str = "") -> None:
         self.without = without
@@ -203,6 +206,9 @@ class PlainCalls:
         for targets, sources, lengths in in_turns(triples, turn_bytes):
             link.take_turn(targets, sources, lengths)
 
+    def ring(self, stream: Stream, descriptor: int) -> None:
+        """Makes an eventfd readable when the stream gets there; only where it `rings`."""
+
     def make(self) -> None:
         """Makes the calls that were recorded, if they were not made at once.
 
@@ -233,6 +239,7 @@ class CompiledCalls:
     """
 
     without = ""
+    rings = True
 
     def __init__(self, library: CallsLibrary, kernels: Iterable[PackingKernel]) -> None:
         self._library = library
@@ -274,6 +281,9 @@ class CompiledCalls:
     def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
         self._words += (_TURNS, link.address, turn_bytes, len(extents) // 3)
         self._words += extents
+
+    def ring(self, stream: Stream, descriptor: int) -> None:
+        self._words += (_RING, stream.number, descriptor)
 
     def make(self) -> None:
         words = array("q", self._words)

@@ -26,6 +26,7 @@ import os
 import time
 from array import array
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, NDArray
+
+    from penstock.movers.cuda.calls import Calls
 
 STEPS_KEPT = 16
 """Steps whose events are kept; engines have two in flight."""
@@ -352,6 +355,34 @@ class Bell:
         """Removes posts of events that were reached before they were waited for."""
         while self._library.sem_trywait(self._semaphore) == 0:
             pass
+
+
+class DescriptorBell:
+    """An eventfd that the device makes readable, for those who wait for other descriptors too.
+
+    In a stream of its own: calls of the host hold up what is behind them.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stream = Stream()
+
+    def ring_behind(self, event: StreamEvent, calls: Calls) -> None:
+        """Makes it readable when the device reaches an event, if these calls do such a thing."""
+        if calls.rings:
+            calls.wait(self._stream, event)
+            calls.ring(self._stream, self.descriptor)
+
+    def quiet(self) -> None:
+        """Forgets what rang. Look for reached events after this, not before."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Waits for all rings: none comes to who has the number of the descriptor next."""
+        self._stream.wait()
+        self._stream.close()
+        os.close(self.descriptor)
 
 
 class CudaLink:
