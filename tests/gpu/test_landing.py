@@ -431,13 +431,16 @@ def test_killed_prefill_processes_cost_handoffs_and_nothing_else() -> None:
     addresses = [f"ipc://{socket_path(folder)}" for _ in range(2)]
     chance = random.Random(3)
     kv, wanted = landing_peers.pool(6), landing_peers.pool(5)
-    outcomes: list[bool] = []
+    outcomes: list[str] = []
+    known: set[Life] = set()
     with penstock.open_decode(
         landing_peers.pair_at(*addresses), kv=kv, settings=landing_peers.SETTINGS
     ) as decode:
         for life in range(4):
             with peer_process(landing_peers.program("prefill"), *addresses) as peer:
                 assert peer.hear() == "ready"
+                # A claim of an earlier life fails with it.
+                _meet(decode, known)
                 for number in range(2):
                     name = f"prompt-{life}-{number}"
                     for at in range(landing_peers.LAYERS):
@@ -450,33 +453,52 @@ def test_killed_prefill_processes_cost_handoffs_and_nothing_else() -> None:
                         timeout_s=60.0,
                     )
                     peer.tell(name)
-                    delivered = _finish(decode, peer if number else None, chance)
+                    result = _finish(decode, peer if number else None, chance)
                     torch.cuda.synchronize()
-                    if delivered:
+                    if result.delivered:
                         assert all(
                             torch.equal(
                                 kv.numbers(at, torch.uint8), wanted.numbers(at, torch.uint8)
                             )
                             for at in range(landing_peers.LAYERS)
                         )
-                    outcomes.append(delivered)
+                    outcomes.append("delivered" if result.delivered else result.why)
         statistics = decode.statistics()
 
-    assert outcomes[::2] == [True] * 4, "a new life did not hand its first prompt over"
+    assert outcomes[::2] == ["delivered"] * 4, outcomes
     assert statistics.under_way == 0
+
+
+def _meet(decode: penstock.DecodeHandoff, known: set[Life]) -> None:
+    """Waits until lives of the prefill engine and its rank have come that were not known."""
+    deadline = time.monotonic() + SOON_S
+    peers = [
+        (driver.machine, name)
+        for driver in decode._drivers
+        for name in ("prefill", "prefill/0")
+        if name in decode._directory.peers_of(driver.life.name)
+    ]
+    while True:
+        lives = {machine.life_of(name) for machine, name in peers}
+        if decode.connected and not lives & known:
+            known |= lives
+            return
+        assert time.monotonic() < deadline, "no new life has come"
+        decode.wait(time.monotonic() + 0.01)
+        decode.step()
 
 
 def _finish(
     decode: penstock.DecodeHandoff, victim: PeerProcess | None, chance: random.Random
-) -> bool:
-    """Whether the prompt was delivered; the victim dies some time after its first part came."""
+) -> penstock.HandoffResult:
+    """How the prompt ended; the victim dies some time after its first part came."""
     before = decode.statistics().parts
     dies_at: float | None = None
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         results = decode.step()
         if results:
-            return results[0].delivered
+            return results[0]
         if victim is not None:
             if dies_at is None and decode.statistics().parts > before:
                 dies_at = time.monotonic() + chance.uniform(0.0, 0.004)
