@@ -94,7 +94,7 @@ class Answer(NamedTuple):
     logprob: float
 
 
-def run_pair(report: BenchReport, *, device: str, rounds: int) -> None:
+def run_pair(report: BenchReport, *, device: str, rounds: int, transport: str = "auto") -> None:
     """Measures both servers in turn, and adds rows and ratios.
 
     Raises:
@@ -105,14 +105,18 @@ def run_pair(report: BenchReport, *, device: str, rounds: int) -> None:
         model = Path(folder) / "model"
         write_model(model, scale, device=device)
         options = _options(scale, device)
+        config = Path(folder) / "penstock.toml"
+        config.write_text(f'version = 1\n[handoff]\ntransport = "{transport}"\n')
+        roles = ("--prefill-tp", "1", "--decode-tp", "1", "--config", str(config))
         with (
             serving(model, *options) as one,
-            serving(model, *options, "--prefill-tp", "1", "--decode-tp", "1") as pair,
+            serving(model, *options, *roles) as pair,
         ):
             for length in scale.lengths:
                 _first_tokens(report, one, pair, scale, length, rounds, device)
             _prompts(report, one, pair, scale, rounds, device)
             _require_handed(pair)
+    report.add_note(f"transport of the pair: {transport}")
 
 
 def write_model(folder: Path, scale: Scale, *, device: str) -> None:

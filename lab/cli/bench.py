@@ -611,6 +611,9 @@ def bench_pair(
     device: Annotated[
         BenchDevice, typer.Option("--device", help="cuda: a model of 8B's sizes; cpu: a small one.")
     ] = BenchDevice.CUDA,
+    transport: Annotated[
+        str, typer.Option("--transport", help="What `[handoff]` has for the pair.")
+    ] = "auto",
     rounds: RoundsOption = PAIR_ROUNDS,
     check: CheckOption = False,
 ) -> None:
@@ -618,7 +621,7 @@ def bench_pair(
     from lab.bench.pair import run_pair  # noqa: PLC0415 - torch takes seconds
 
     report = new_report()
-    run_pair(report, device=device.value, rounds=rounds)
+    run_pair(report, device=device.value, rounds=rounds, transport=transport)
     finish(report, json=json, check=check)
 
 
