@@ -101,6 +101,9 @@ def kv_tier(
 DRIVE_S = 100e-6
 """A step that is waited for is looked at this often beside a handoff: a layer of a prompt takes
 some milliseconds."""
+LAST_PARTS_S = 500e-6
+"""How long the result of a step may wait until the parts of its last layer are on their way. The
+device packs them in some microseconds; their target cannot go on without them."""
 
 
 class CpuLane:
@@ -145,6 +148,8 @@ class Pending:
     mark: StepMark
     scores: Sequence[Named] = ()
     handed: Peers | None = None
+    hands_over: bool = False
+    """Whether it computes prompts that other instances answer."""
 
     def result(self, deadline: float) -> StepResult | None:
         """Its result; waits for it until the deadline, on the monotonic clock."""
@@ -164,6 +169,8 @@ class Pending:
             if time.monotonic() >= deadline:
                 return False
             self.handed.drive(DRIVE_S)
+        if self.hands_over:
+            self.handed.drive(LAST_PARTS_S)
         return True
 
 
@@ -226,7 +233,7 @@ class Worker:
             self.steps.submitted(lane.stream, sheet.slots())
         self._chosen = None if choice is None else choice.tokens
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
-        return Pending(step.number, choice, mark, scores, self.handed)
+        return Pending(step.number, choice, mark, scores, self.handed, bool(step.handed))
 
     def give_back_weights(self) -> int:
         """Returns the memory of the weights to the system, until `load_weights`.
