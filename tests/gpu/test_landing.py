@@ -18,6 +18,7 @@ from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.identity import Life, WriteId
+from penstock.movers.cuda import landing
 from penstock.movers.cuda.landing import DeviceBytes, LandingMemory
 from penstock.testing.data_transport_suite import DataTransportSuite
 from penstock.testing.writer_process import PeerProcess, ProcessWriter, drawn_bytes, peer_process
@@ -382,6 +383,15 @@ def test_kv_lands_in_gpu_memory_where_both_ranks_can_map_it() -> None:
         assert pair.parts == LAYERS
     finally:
         pair.close()
+
+
+def test_a_gpu_that_is_almost_full_keeps_what_is_left_for_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(landing, "SPARE_SHARE", 1)
+
+    with pytest.raises(UnavailableError, match=r"8 MiB of GPU memory: \d+ MiB are free, of which"):
+        LandingMemory(0).create(SIZE)
 
 
 @pytest.mark.parametrize("broken", ["create", "map"])

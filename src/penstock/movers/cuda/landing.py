@@ -31,6 +31,9 @@ _DONE = driver.CUresult.CUDA_SUCCESS
 _AS_FILE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PAGE = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+SPARE_SHARE = 128
+"""This part of the GPU's memory stays free: areas are opened while the engine runs, which may need
+some more for a larger step. Areas can lie on the host."""
 
 
 class DeviceBytes:
@@ -95,6 +98,13 @@ class LandingMemory:
         Raises `UnavailableError`: the GPU has not so much, or does not share memory.
         """
         size = self._in_pages(size)
+        status, free, total = runtime.cudaMemGetInfo()
+        checked((status,))
+        if free - size < total // SPARE_SHARE:
+            raise UnavailableError(
+                f"{size >> 20} MiB of GPU memory: {free >> 20} MiB are free, of which "
+                f"{total // SPARE_SHARE >> 20} MiB are the engine's"
+            )
         pages = _checked(driver.cuMemCreate(size, self._kind, 0), f"{size >> 20} MiB of GPU memory")
         try:
             fd = int(
