@@ -270,8 +270,9 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
         from penstock.handoff.driver.device_parts import pin_memory  # noqa: PLC0415 - needs CUDA
 
         options["pin"] = pin_memory
-        device = opening.device_memory()
-        options |= {} if device is None else {"device": device}
+    device = opening.device_memory()
+    if device is not None:
+        options["device"] = device
     if opening.transport.takes_addresses:
         options["addresses"] = opening.addresses(name)
     target = opening.keep(opening.transport.open_target(folder, **options))

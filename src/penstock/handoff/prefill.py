@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.tiers import Kv
-    from penstock.transport.remote import DeviceMemory, PinMemory
+    from penstock.transport.remote import PinMemory
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 
@@ -384,7 +384,6 @@ def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
     assert opening.tier is not None
     reader: PartReader = ArrayReader(opening.tier, opening.checksum)
     pin: PinMemory | None = None
-    device: DeviceMemory | None = None
     events: LayerEvents | None = None
     if opening.on_gpu:
         from penstock.handoff.driver.device_parts import DeviceReader, pin_memory  # noqa: PLC0415
@@ -392,10 +391,15 @@ def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
 
         part_bytes = opening.settings.bounds.berth_bytes
         reader = opening.keep(DeviceReader(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
-        pin, device = pin_memory, opening.device_memory()
+        pin = pin_memory
         events = opening.keep(LayerEvents(StreamEvent))
     writer = opening.keep(
-        Writer(opening.transport, pin=pin, device=device, addresses=opening.addresses(name))
+        Writer(
+            opening.transport,
+            pin=pin,
+            device=opening.device_memory(),
+            addresses=opening.addresses(name),
+        )
     )
     return opening.keep(
         PrefillRankDriver(
