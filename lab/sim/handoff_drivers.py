@@ -125,10 +125,11 @@ class Drivers:
         self._arrive(source, write, intact=intact)
         own = self._world.scene.transport.own_memory
         if own and self._rng.random() < self._conditions.stray:
-            late_s = self._rng.expovariate(1.0) * (
-                self._conditions.write_s + self._conditions.take_s
-            )
-            self._world.after(2.0 * late_s, self._stray, source, write)
+            mean_s = 2.0 * (self._conditions.write_s + self._conditions.take_s)
+            # Soon, when the berth is in use again; or when its area may have been given back.
+            late = self._rng.random() < 0.3
+            late_s = self._rng.uniform(0.0, 5.0) if late else mean_s * self._rng.expovariate(1.0)
+            self._world.after(late_s, self._stray, source, write)
         self._world.after(
             self._of(self._conditions.write_s, source) / 4, self._observe, source, name
         )
