@@ -25,6 +25,7 @@ The one rule: a frame counts as sent by the party that its line leads to, and by
 from __future__ import annotations
 
 import logging
+import math
 import select
 import time
 from collections import Counter
@@ -36,7 +37,7 @@ from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, Receive
 from penstock.transport.zeromq import IPC, Listener, dial
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from penstock.handoff.driver.directory import Directory
     from penstock.transport.base import Waitable
@@ -77,6 +78,9 @@ class SharedListener:
         self._expected: set[str] = set()
         self._arrived: dict[str, tuple[ZmqChannel, float]] = {}
         """Channels that no share has taken yet, and since when."""
+        self.stirs = True
+        """Whether there may be something to do that the descriptor does not show: a caller who was
+        not taken, or one who has to be answered by a certain time."""
 
     @property
     def name(self) -> str:
@@ -116,6 +120,7 @@ class SharedListener:
         while (channel := self._listener.accept()) is not None:
             self._drop(channel.name)
             self._arrived[channel.name] = channel, now
+        self.stirs = bool(self._arrived) or self._listener.alarm is not None
         if not self._arrived:
             return ""
         unclaimed = [name for name in self._arrived if name not in self._expected]
@@ -172,6 +177,11 @@ class ListenerShare:
         """When to look again although nobody called."""
         return self._listener.alarm
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there may be something to do that the descriptor does not show."""
+        return self._listener.stirs
+
     def close(self) -> None:
         """Its callers are not accepted any more; the listener goes on for the others."""
         self._listener.forget(self._callers)
@@ -193,6 +203,8 @@ _log = logging.getLogger(__name__)
 
 REDIAL_S, REDIAL_MAX_S = 0.1, 2.0
 REDIAL_DOUBLINGS_MAX = 10
+_LISTENER = ""
+"""The listener among lines; no party has this name."""
 FRAMES_A_LINE = 64
 """Frames that are taken from one line before the others have their turn."""
 
@@ -298,8 +310,10 @@ class ZmqLines:
         self._callers = frozenset(callers)
         self._answer_names = dict(answer_names or {})
         self._listener: Listener | ListenerShare | None = None
+        self._share: ListenerShare | None = None
+        """The listener, if others use it, too."""
         if listen and listener is not None:
-            self._listener = listener.share(callers)
+            self._listener = self._share = listener.share(callers)
         elif listen:
             self._listener = Listener(name, listen, secret=secret, settings=settings)
         self._channels: dict[str, ZmqChannel] = {}
@@ -313,9 +327,12 @@ class ZmqLines:
         """How often each party was dialled in vain since its line was open."""
         self._quiet: dict[str, int] = {}
         """Lines that were found empty and not used since, and their descriptors: asking one
-        takes forty microseconds, and a poll over all of them two."""
+        takes forty microseconds, and a poll over all of them two. The listener, too, under no name,
+        while it owes nobody an answer."""
         self._quiet_poll: select.poll | None = None
         """Over these descriptors, until there are others."""
+        self._quiet_due: float | None = math.inf
+        """When to ask one of them although it shows nothing; not known after one was asked."""
         self._redial()
 
     @property
@@ -335,10 +352,12 @@ class ZmqLines:
         return True
 
     def receive(self) -> list[LineFrame]:
-        self._accept()
-        self._redial()
-        found: list[LineFrame] = []
         silent = self._silent()
+        if self._listener is not None and _LISTENER not in silent:
+            self._accept(self._listener)
+        if self._redial_at:
+            self._redial()
+        found: list[LineFrame] = []
         for name, channel in list(self._channels.items()):
             if name not in silent:
                 self._receive_from(name, channel, found)
@@ -356,17 +375,21 @@ class ZmqLines:
             for name, channel in self._channels.items()
             if name not in self._quiet
         ]
-        return channels if self._listener is None else [*channels, self._listener]
+        if self._listener is not None and not self._listener_is_quiet:
+            channels.append(self._listener)
+        return channels
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """Of the other channels."""
+        """Of the others."""
         return [*self._quiet.values()]
 
     def next_deadline(self) -> float | None:
         """When to dial again, or to give up a line that is lost."""
-        alarms = (self._channels[name].alarm for name in self._quiet)
-        return min((*self._redial_at.values(), *(at for at in alarms if at)), default=None)
+        due = self._due_of_quiet()
+        if self._redial_at:
+            due = min(due, *self._redial_at.values())
+        return None if due == math.inf else due
 
     def close(self) -> None:
         for channel in self._channels.values():
@@ -392,9 +415,7 @@ class ZmqLines:
                 case ReceivedFrame(frame):
                     found.append(LineFrame(name, frame))
                 case Empty():
-                    if name not in self._quiet:
-                        self._quiet[name] = channel.descriptor
-                        self._quiet_poll = None
+                    self._calm(name, channel.descriptor)
                     return
                 case ended:
                     self._log_end(name, ended, opened=channel.was_open)
@@ -409,33 +430,67 @@ class ZmqLines:
             _log.info("%s party=%s peer=%s cause=%s", what, self.name, name, why)
         self._causes[name] = (what, why)
 
-    def _silent(self) -> set[str]:
+    def _silent(self) -> Container[str]:
         """The lines from which nothing can be received."""
-        if not self._quiet:
-            return set()
+        quiet = self._quiet
+        if not quiet:
+            return quiet
         if self._quiet_poll is None:
             self._quiet_poll = select.poll()
-            for fd in self._quiet.values():
+            for fd in quiet.values():
                 self._quiet_poll.register(fd, select.POLLIN)
-        readable = {fd for fd, _ in self._quiet_poll.poll(0)}
+        ready = self._quiet_poll.poll(0)
         now = time.monotonic()
+        if (
+            not ready
+            and now < self._due_of_quiet()
+            and (self._share is None or self._listener_is_quiet)
+        ):
+            return quiet
+        readable = {fd for fd, _ in ready}
+        self._quiet_due = None  # What is asked may have another alarm afterwards.
         return {
             name
-            for name, fd in self._quiet.items()
-            if fd not in readable and not 0 < (self._channels[name].alarm or 0) <= now
+            for name, fd in quiet.items()
+            if fd not in readable
+            and (
+                self._listener_is_quiet
+                if name == _LISTENER
+                else not 0 < (self._channels[name].alarm or 0) <= now
+            )
         }
 
-    def _accept(self) -> None:
-        while self._listener is not None:
-            channel = self._listener.accept()
-            if channel is None:
-                return
+    @property
+    def _listener_is_quiet(self) -> bool:
+        return _LISTENER in self._quiet and not (self._share is not None and self._share.stirs)
+
+    def _due_of_quiet(self) -> float:
+        """When a quiet line has to be asked; its alarm changes only when it is."""
+        if self._quiet_due is None:
+            alarms = (self._channels[name].alarm for name in self._quiet if name != _LISTENER)
+            self._quiet_due = min((at for at in alarms if at), default=math.inf)
+        return self._quiet_due
+
+    def _calm(self, name: str, descriptor: int) -> None:
+        """Nothing is there, and the descriptor shows what comes from now on."""
+        if name not in self._quiet:
+            self._quiet[name] = descriptor
+            self._quiet_poll = self._quiet_due = None
+
+    def _accept(self, listener: Listener | ListenerShare) -> None:
+        # It may have had to answer somebody: what comes in the course of that is not shown.
+        owing = listener.alarm is not None
+        while (channel := listener.accept()) is not None:
             if channel.name not in self._callers:
                 self.refused["called by a stranger"] += 1
                 channel.close()
                 continue
             self._drop(channel.name)
             self._channels[channel.name] = channel
+        if owing or listener.alarm is not None:
+            self._disturb(_LISTENER)
+        else:
+            self._calm(_LISTENER, listener.descriptor)
 
     def _lose(self, name: str) -> None:
         """A line has ended; who dialled it dials again."""
@@ -456,7 +511,7 @@ class ZmqLines:
 
     def _disturb(self, name: str) -> None:
         if self._quiet.pop(name, None) is not None:
-            self._quiet_poll = None
+            self._quiet_poll = self._quiet_due = None
 
     def _redial(self) -> None:
         now = time.monotonic()
