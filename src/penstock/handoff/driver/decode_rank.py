@@ -8,6 +8,7 @@ the machine learns that a fence holds only from the transport.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,6 @@ from penstock.handoff.driver.party_driver import Content, PartyDriver, decode_co
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
-from penstock.handoff.protocol.states import TargetState
 from penstock.transport.remote import Fenced
 
 if TYPE_CHECKING:
@@ -120,40 +120,44 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     @property
     def has_work(self) -> bool:
         """Whether the next step has something to do."""
-        return super().has_work or (bool(self._takes) and self._taker.has_room)
+        if self._takes:
+            return self._taker.has_room or super().has_work
+        return super().has_work
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
-        dues = [super().next_deadline()]
-        now = self._clock()
+        known = super().next_deadline()
+        due = math.inf if known is None else known
         if self._taker.busy:
             if self._taker.descriptor is None:
-                dues.append(now + TAKING_S)
+                due = min(due, self._clock() + TAKING_S)
             elif not self._watches_taker:
-                dues.append(self._taking_since + self._claim_s)
+                due = min(due, self._taking_since + self._claim_s)
         if self._fences and not self._target.watches_fences:
-            dues.append(now + FENCE_S)
+            due = min(due, self._clock() + FENCE_S)
         if self._held and self._kept_back:
-            dues.append(self._claim_s + min(each.since for each in self._kept_back.values()))
-        return min((due for due in dues if due is not None), default=None)
+            since = min([each.since for each in self._kept_back.values()])
+            due = min(due, self._claim_s + since)
+        return None if due == math.inf else due
 
     # A step.
 
     def _work(self, now: float) -> None:
         for notice in self._target.notices():
             self._on_notice(notice, now)
-        ended = self._taker.ended()
-        if ended:
+        if not self._taker.busy:
+            self._taking_since = now
+        elif ended := self._taker.ended():
             self._taken([take for take, intact in ended if intact])
             for take, intact in ended:
                 if not intact:
                     self._spoiled(take)
-        if ended or not self._taker.busy:
             self._taking_since = now
         left_bytes = self._budget_bytes
         while self._takes and left_bytes > 0 and self._taker.has_room:
             left_bytes -= self._begin(self._takes.popleft())
-        self._look_at_fences(now)
+        if self._fences:
+            self._look_at_fences(now)
         if len(self._expected) > len(self.machine.collections):
             for key in [key for key in self._expected if key not in self.machine.collections]:
                 del self._expected[key]
@@ -212,11 +216,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             bool(machine.retired or self._takes)
             or self._clock() >= self._taking_since + self._claim_s
             or len(machine.takes) * KEPT_BACK >= machine.settings.bounds.berth_count
-            or any(
-                collection.is_moving
-                and not (collection.state is TargetState.COLLECTING and collection.is_arriving)
-                for collection in machine.collections.values()
-            )
+            or bool([each for each in machine.collections.values() if each.waits_for_moves])
         )
 
     def _taken(self, takes: list[Take]) -> None:
@@ -266,12 +266,13 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             ):
                 effects = self.machine.area_failed(peer, generation, self._clock(), why=why)
                 self._carry_out(effects)
-        # Nobody can write to an area that is not there.
-        self._claims = {
-            at: claim
-            for at, claim in self._claims.items()
-            if (claim.target, claim.generation) in self._areas
-        }
+        if self._claims:
+            # Nobody can write to an area that is not there.
+            self._claims = {
+                at: claim
+                for at, claim in self._claims.items()
+                if (claim.target, claim.generation) in self._areas
+            }
         super()._send_claims()
         if self._kept_back:
             waiting = {name for name, _ in self._held}

@@ -370,6 +370,10 @@ class ZmqLines:
     @property
     def waitables(self) -> Sequence[Waitable]:
         """The listener, and the channels that were used since they were found empty."""
+        if len(self._quiet) == len(self._channels) + (self._listener is not None) and (
+            self._share is None or self._listener_is_quiet
+        ):
+            return ()
         channels: list[Waitable] = [
             channel if name in self._reported else _Unopened(channel)
             for name, channel in self._channels.items()

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import time
 from collections import Counter, deque
 from operator import index
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 
 _LENGTH_BYTES = 4
+_POLL_MS_MAX = 3_600_000
+"""One wait is no longer: who waits looks again."""
 KEY_BYTES_MAX = 64
 KEY_COUNT_MAX = 1 << 18
 TOKEN_COUNT_MAX = 1 << 31
@@ -203,6 +206,16 @@ def whole_number(name: str, value: object, *, first: int = 0, end: int = INDEX_M
     return number
 
 
+def _poll(descriptors: Sequence[int], deadline: float) -> bool:
+    """Waits until one of them is readable or the deadline has passed; whether one is."""
+    poll = select.poll()
+    for each in descriptors:
+        poll.register(each, select.POLLIN)
+    left_ms = 1000 * (deadline - time.monotonic())
+    # Rounded up: a wait that ends early would be repeated, with nothing left to wait for.
+    return bool(poll.poll(min(max(0, math.ceil(left_ms)), _POLL_MS_MAX)))
+
+
 _log = logging.getLogger(__name__)
 
 MachineT = TypeVar("MachineT", bound=Party)
@@ -256,7 +269,7 @@ class PartyDriver(Generic[MachineT]):
             self._carry_out(self.machine.handle_timer(now))
         self._keep_watch(now)
         self._send_claims()
-        return self.take_ended()
+        return self.take_ended() if self._ended else []
 
     def take_ended(self) -> list[HandoffEnded]:
         """The handoffs that ended since the last call: an engine's own call may end one, too."""
@@ -273,12 +286,15 @@ class PartyDriver(Generic[MachineT]):
             return
         own, asked = self._descriptors(), self.lines.waitables
         # Asking the lines takes longer than this look, and `step` asks them anyway.
-        if own and asked and wait_any((), own, deadline=None).descriptors:
+        if own and asked and _poll(own, 0.0):
             return
         until = self.next_deadline()
         until = deadline if until is None else min(until, deadline)
         watched = [*self.lines.descriptors, *own, *descriptors]
-        wait_any(asked, watched, deadline=until)
+        if asked:
+            wait_any(asked, watched, deadline=until)
+        else:
+            _poll(watched, until)
 
     @property
     def descriptors(self) -> list[int]:
@@ -300,12 +316,15 @@ class PartyDriver(Generic[MachineT]):
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
-        times = (
-            self.machine.next_deadline(),
-            self._liveness.next_deadline(),
-            self.lines.next_deadline(),
+        # What was last known of silent peers will do: a wake-up too early finds out more.
+        silent = self._watch_until or self._liveness.next_deadline()
+        own, line = self.machine.next_deadline(), self.lines.next_deadline()
+        due = min(
+            math.inf if own is None else own,
+            math.inf if line is None else line,
+            math.inf if silent is None else silent,
         )
-        return min((at for at in times if at is not None), default=None)
+        return None if due == math.inf else due
 
     def colleague_died(self, name: str) -> None:
         """The supervisor has *seen* a colleague's process dead.

@@ -373,17 +373,19 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     @property
     def has_work(self) -> bool:
         """Whether the next step has something to do."""
-        moving = self._reader.has_room and any(
-            (area.queue or area.posted) and not area.stuck for area in self._areas.values()
-        )
-        return super().has_work or moving or bool(self._left or self._unplaced or self._dropped)
+        if self._ended or self._claims or self._left or self._unplaced or self._dropped:
+            return True
+        for area in self._areas.values():
+            if (area.queue or area.posted) and not area.stuck:
+                return self._reader.has_room
+        return False
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         due = super().next_deadline()
         if self._reader.busy and self._reader.descriptor is None:
             soon = self._clock() + READING_S
-        elif any(area.stuck and area.posted for area in self._areas.values()):
+        elif [area for area in self._areas.values() if area.stuck and area.posted]:
             soon = self._clock() + FULL_S
         else:
             return due
@@ -402,7 +404,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     # A step.
 
     def _work(self, now: float) -> None:  # noqa: ARG002 - every end has its own time
-        if self._progress is not None:
+        if self._progress is not None and self._progress.busy:
             self._report(self._progress.poll())
         self._pump()
         self._forget_prompts()
@@ -418,13 +420,17 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """Writes what there is to write, as far as a step goes."""
         self._leave()
         left_bytes = self._budget_bytes
-        for write, sums in self._reader.ended():
-            self._packed(write, sums)
-        while left_bytes > 0:
-            moved = sum(self._advance(area) for area in list(self._areas.values()))
-            self._leave()
-            if not moved:
-                return
+        if self._reader.busy:
+            for write, sums in self._reader.ended():
+                self._packed(write, sums)
+        moved = 1
+        while moved and left_bytes > 0:
+            moved = 0
+            for area in [*self._areas.values()]:
+                if area.queue or area.posted:
+                    moved += self._advance(area)
+            if self._left or self._unplaced or self._dropped:
+                self._leave()
             left_bytes -= moved
 
     def _advance(self, area: _TargetArea) -> int:
@@ -605,8 +611,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _descriptors(self) -> Sequence[int]:
         """Links that wait for their memory, and parts that the device packs."""
-        links = (area.link for area in self._areas.values() if area.stuck)
-        found = [link.descriptor for link in links]
+        found = [area.link.descriptor for area in self._areas.values() if area.stuck]
         if self._reader.busy:
             found.append(self._reader.descriptor)
         return [each for each in found if each is not None]

@@ -137,9 +137,15 @@ class Collection(NamedTuple):
         return any(source.under_way for source in self.sources)
 
     @property
-    def is_arriving(self) -> bool:
-        """Whether the notice of a part of any source is still to come."""
-        return any(source.is_arriving for source in self.sources)
+    def waits_for_moves(self) -> bool:
+        """Whether it goes on only when a move has ended: no notice is still to come."""
+        collecting = self.state is TargetState.COLLECTING
+        moving = 0
+        for source in self.sources:
+            moving |= source.under_way
+            if collecting and source.is_arriving:
+                return False
+        return moving != 0
 
     def source(self, name: str) -> SourceState | None:
         """One source, if it is one."""
