@@ -67,15 +67,23 @@ class Grid(NamedTuple):
         """The set of all parts."""
         return (1 << self.part_count) - 1
 
+    def spans_of(self, part: int) -> tuple[range, range]:
+        """The layers of a part, and its blocks, counted from the prompt's first block."""
+        group, place = divmod(part, -(-self.block_count // self.part_blocks))
+        layer = self.layer_first + group * self.part_layers
+        block = self.block_first + place * self.part_blocks
+        return (
+            range(layer, min(layer + self.part_layers, self.layer_first + self.layer_count)),
+            range(block, min(block + self.part_blocks, self.block_first + self.block_count)),
+        )
+
     def layers_of(self, part: int) -> range:
         """The layers of a part."""
-        first = self.layer_first + part // self.range_count * self.part_layers
-        return range(first, min(first + self.part_layers, self.layer_first + self.layer_count))
+        return self.spans_of(part)[0]
 
     def blocks_of(self, part: int) -> range:
-        """The blocks of a part, counted from the prompt's first block."""
-        first = self.block_first + part % self.range_count * self.part_blocks
-        return range(first, min(first + self.part_blocks, self.block_first + self.block_count))
+        """The blocks of a part."""
+        return self.spans_of(part)[1]
 
     def ready(
         self,
@@ -86,28 +94,21 @@ class Grid(NamedTuple):
     ) -> int:
         """The parts whose bytes are computed."""
         found = 0
-        ranges = self.range_count
-        for group in self._groups_of(layers):
-            first = self.layer_first + group * self.part_layers - first_layer
-            last = min(first + self.part_layers, self.layer_first + self.layer_count - first_layer)
+        ranges, part_layers = self.range_count, self.part_layers
+        begin, end = 0, self.layer_count
+        if layers is not None:  # Only the groups that touch these.
+            begin = max(layers.start - self.layer_first, 0)
+            end = min(layers.stop - self.layer_first, end)
+        for group in range(begin // part_layers, -(-end // part_layers)):
+            first = self.layer_first + group * part_layers - first_layer
+            last = min(first + part_layers, self.layer_first + self.layer_count - first_layer)
             tokens = min(watermarks[first:last])
-            found |= ((1 << self._ranges_within(tokens, token_count)) - 1) << group * ranges
+            filled = ranges
+            if tokens < token_count:
+                blocks = tokens // self.block_tokens - self.block_first
+                filled = min(max(0, blocks // self.part_blocks), ranges)
+            found |= ((1 << filled) - 1) << group * ranges
         return found
-
-    def _groups_of(self, layers: range | None) -> range:
-        """The groups that touch some layers."""
-        if layers is None:
-            return range(self.group_count)
-        first = max(layers.start - self.layer_first, 0)
-        end = min(layers.stop - self.layer_first, self.layer_count)
-        return range(first // self.part_layers, -(-end // self.part_layers))
-
-    def _ranges_within(self, tokens: int, token_count: int) -> int:
-        """How many block ranges the first `tokens` tokens fill."""
-        if tokens >= token_count:
-            return self.range_count
-        blocks = tokens // self.block_tokens - self.block_first
-        return min(max(0, blocks // self.part_blocks), self.range_count)
 
     def problem(self) -> str:
         """What is wrong with this grid, or nothing."""

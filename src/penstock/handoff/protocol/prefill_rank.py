@@ -65,10 +65,10 @@ class Prompt(NamedTuple):
 
     def raised(self, tokens: int, layers: range) -> Prompt:
         """The prompt after `tokens` tokens are ready in these layers."""
-        marks = self.watermarks
-        first, end = layers.start - self.layer_first, layers.stop - self.layer_first
-        middle = (max(mark, tokens) for mark in marks[first:end])
-        return self._replace(watermarks=(*marks[:first], *middle, *marks[end:]))
+        marks = [*self.watermarks]
+        for at in range(layers.start - self.layer_first, layers.stop - self.layer_first):
+            marks[at] = max(marks[at], tokens)
+        return Prompt(self.token_count, self.layer_first, tuple(marks))
 
     def restarted(self) -> Prompt:
         """The prompt after its blocks were lost."""
@@ -97,10 +97,12 @@ class Want(NamedTuple):
 
     def attempt_of(self, part: int) -> int:
         """Which attempt at a part is the next."""
-        return sum(spoiled >> part & 1 for spoiled in self.spoiled)
+        return sum([spoiled >> part & 1 for spoiled in self.spoiled]) if self.spoiled else 0
 
     def merged(self, have: int, spoiled: tuple[int, ...]) -> Want:
         """The want after a claim of its epoch, which may be older than others before it."""
+        if not spoiled:  # As nearly always: nothing is asked for again.
+            return self.with_parts(self.have | have, self.posted, self.ready)
         pairs = list(zip_longest(self.spoiled, spoiled, fillvalue=0))
         again = 0
         for before, after in pairs:
@@ -111,11 +113,16 @@ class Want(NamedTuple):
             spoiled=tuple(before | after for before, after in pairs),
         )
 
+    def with_parts(self, have: int, posted: int, ready: int) -> Want:
+        """The want with other sets of parts."""
+        # Written out because it is done for every part: `_replace` takes four times as long.
+        return Want(self.state, self.epoch, self.grid, have, posted, ready, self.spoiled)
+
     def computed(self, prompt: Prompt, layers: range | None = None) -> Want:
         """The want after its prompt made progress, in these layers or in any."""
         marks, first, tokens = prompt.watermarks, prompt.layer_first, prompt.token_count
         ready = self.ready | self.grid.ready(marks, first, tokens, layers)
-        return self if ready == self.ready else self._replace(ready=ready)
+        return self if ready == self.ready else self.with_parts(self.have, self.posted, ready)
 
 
 class Lane(NamedTuple):
@@ -133,6 +140,10 @@ class Lane(NamedTuple):
         """Whether a write went into this area."""
         return self.target == write.target and self.generation == write.generation
 
+    def with_free(self, free: int) -> Lane:
+        """The area with another set of berths that are ours."""
+        return Lane(self.target, self.generation, self.berth_count, free, self.poisoned)
+
 
 class Posted(NamedTuple):
     """How far a write is."""
@@ -142,6 +153,9 @@ class Posted(NamedTuple):
     settled: bool = False
     """The target is through with it, or does not want it."""
     sums: bytes = b""
+
+
+_POSTED = Posted()
 
 
 class PrefillRank(Party):
@@ -259,7 +273,7 @@ class PrefillRank(Party):
 
         Raises `ValueError`: no such write is under way.
         """
-        posted = self._under_way(write)._replace(observed=True, sums=sums)
+        posted = Posted(observed=True, settled=self._under_way(write).settled, sums=sums)
         self._start(now)
         self.writes[write] = posted
         self._count("parts written")
@@ -476,10 +490,12 @@ class PrefillRank(Party):
         """Raises the watermarks of some layers, and writes what that allows."""
         self.prompts[handoff] = prompt = prompt.raised(tokens, layers)
         for target, wants in self.wants.items():
-            if handoff in wants:
-                wants[handoff] = wants[handoff].computed(prompt, layers)
-                self._post(target, handoff)
-                self._keep_noticing(target)
+            want = wants.get(handoff)
+            if want is not None:
+                wants[handoff] = want.computed(prompt, layers)
+                if wants[handoff] is not want:
+                    self._post(target, handoff)
+                    self._keep_noticing(target)
 
     # Ends of writes, and who waits for them.
 
@@ -587,7 +603,7 @@ class PrefillRank(Party):
         del self.writes[write]
         lane = self.lanes.get(write.target.name)
         if lane is not None and lane.holds(write):
-            self.lanes[lane.target.name] = lane._replace(free=lane.free | 1 << write.berth)
+            self.lanes[lane.target.name] = lane.with_free(lane.free | 1 << write.berth)
 
     # Writes.
 
@@ -598,6 +614,7 @@ class PrefillRank(Party):
         for handoff, want in self.wants.get(target, {}).items():
             if not self.lanes[target].free:
                 return
+            # Parts that are computed, neither written nor there: most wants have none.
             if want.sendable:
                 self._post(target, handoff)
 
@@ -615,20 +632,13 @@ class PrefillRank(Party):
             sendable &= sendable - 1
             free &= free - 1
             posted |= 1 << part
-            write = WriteId(
-                lane.target,
-                lane.generation,
-                berth,
-                handoff,
-                want.epoch,
-                part,
-                want.attempt_of(part),
-            )
-            self.writes[write] = Posted()
+            attempt = want.attempt_of(part) if want.spoiled else 0
+            write = WriteId(lane.target, lane.generation, berth, handoff, want.epoch, part, attempt)
+            self.writes[write] = _POSTED
             notice = self._notice(write, b"")
             self.effects.append(Write(write=write, grid=want.grid, notice=notice))
-        self.lanes[target] = lane._replace(free=free)
-        self.wants[target][handoff] = want._replace(posted=posted)
+        self.lanes[target] = lane.with_free(free)
+        self.wants[target][handoff] = want.with_parts(want.have, posted, want.ready)
 
     # Notices.
 
@@ -648,18 +658,19 @@ class PrefillRank(Party):
     def _unanswered(self, target: str) -> list[WriteId]:
         """Writes whose notice, or the answer to it, may be lost."""
         return [
-            w for w, posted in self.writes.items() if w.target.name == target and posted.observed
+            w for w, posted in self.writes.items() if posted.observed and w.target.name == target
         ]
 
     def _keep_noticing(self, target: str) -> None:
         """Lets a timer run while a target owes us an answer."""
-        lane = self.lanes.get(target)
+        lane, timer = self.lanes.get(target), ("notice", target)
         asks = lane is not None and lane.poisoned and any(self._sendable_to(target))
-        if self.is_open(target) and (asks or self._unanswered(target)):
-            self._arm_resend(("notice", target))
+        if (asks or self._unanswered(target)) and self.is_open(target):
+            if timer not in self.timers:
+                self._arm_resend(timer)
         else:
             # How long this target takes to answer is kept in mind: the next notice waits as long.
-            self.timers.pop(("notice", target), None)
+            self.timers.pop(timer, None)
 
     def _notice_again(self, target: str) -> None:
         for write in sorted(self._unanswered(target)):
