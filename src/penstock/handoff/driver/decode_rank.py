@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
-    from penstock.handoff.driver.parts import PartTaker
+    from penstock.handoff.driver.parts import PartTaker, RouteParts
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Life
     from penstock.handoff.protocol.settings import HandoffSettings
@@ -60,6 +60,8 @@ class _Expected(NamedTuple):
     """The first missing block, in blocks of the target."""
     key_first: int
     """The same in blocks of the source."""
+    routes: dict[str, RouteParts]
+    """From each source, by its name."""
 
 
 class DecodeRankDriver(PartyDriver[DecodeRank]):
@@ -180,8 +182,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     def _begin(self, take: Take) -> int:
         """Verifies a part and puts it away; its size."""
         expected = self._expected[take.handoff, take.epoch]
-        route = self._directory.route(take.source.name, self.life.name)
-        assert route is not None, "what is expected along no route is refused"
+        route = expected.routes[take.source.name]
         place = route.place(take.grid, take.part, expected.content.token_count)
         area = self._areas[take.source, take.generation]
         first = take.berth * self.machine.settings.bounds.berth_bytes
@@ -266,17 +267,14 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             ):
                 effects = self.machine.area_failed(peer, generation, self._clock(), why=why)
                 self._carry_out(effects)
-        if self._claims:
-            # Nobody can write to an area that is not there.
-            self._claims = {
-                at: claim
-                for at, claim in self._claims.items()
-                if (claim.target, claim.generation) in self._areas
-            }
+        for at, claim in [*self._claims.items()]:
+            if (claim.target, claim.generation) not in self._areas:
+                del self._claims[at]  # Nobody can write to an area that is not there.
         super()._send_claims()
         if self._kept_back:
             waiting = {name for name, _ in self._held}
-            self._kept_back = {n: kept for n, kept in self._kept_back.items() if n in waiting}
+            for name in self._kept_back.keys() - waiting:
+                del self._kept_back[name]
 
     # What is expected.
 
@@ -300,10 +298,12 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         content = decode_content(attachment)
         plan = self._directory.plan
         firsts = {grid.block_first for _, grid in expect.sources}
+        routes = {}
         for source, grid in expect.sources:
             route = self._directory.route(source, self.life.name)
             if route is None:
                 raise PeerError(f"{source!r} owes nothing to {self.life.name!r}")
+            routes[source] = route
             berth_bytes = self.machine.settings.bounds.berth_bytes
             problem = route.problem_of(grid, berth_bytes=berth_bytes)
             units = -(-content.token_count // plan.unit_tokens)
@@ -329,7 +329,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             raise PeerError(
                 f"slot is {max(expect.slots)}, must be from 0 to {last} on {self.life.name!r}"
             )
-        return _Expected(content, expect.slots, block_first, key_first)
+        return _Expected(content, expect.slots, block_first, key_first, routes)
 
     def _attach(self, message: msg.AnyMessage) -> bytes:
         if not isinstance(message, msg.Claim):

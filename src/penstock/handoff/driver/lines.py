@@ -390,7 +390,7 @@ class ZmqLines:
 
     def next_deadline(self) -> float | None:
         """When to dial again, or to give up a line that is lost."""
-        due = self._due_of_quiet()
+        due = self._due_of_quiet() if self._quiet_due is None else self._quiet_due
         if self._redial_at:
             due = min(due, *self._redial_at.values())
         return None if due == math.inf else due
@@ -445,11 +445,8 @@ class ZmqLines:
                 self._quiet_poll.register(fd, select.POLLIN)
         ready = self._quiet_poll.poll(0)
         now = time.monotonic()
-        if (
-            not ready
-            and now < self._due_of_quiet()
-            and (self._share is None or self._listener_is_quiet)
-        ):
+        due = self._due_of_quiet() if self._quiet_due is None else self._quiet_due
+        if not ready and now < due and (self._share is None or self._listener_is_quiet):
             return quiet
         readable = {fd for fd, _ in ready}
         self._quiet_due = None  # What is asked may have another alarm afterwards.
@@ -470,9 +467,8 @@ class ZmqLines:
 
     def _due_of_quiet(self) -> float:
         """When a quiet line has to be asked; its alarm changes only when it is."""
-        if self._quiet_due is None:
-            alarms = (self._channels[name].alarm for name in self._quiet if name != _LISTENER)
-            self._quiet_due = min((at for at in alarms if at), default=math.inf)
+        alarms = [self._channels[name].alarm for name in self._quiet if name != _LISTENER]
+        self._quiet_due = min([at for at in alarms if at], default=math.inf)
         return self._quiet_due
 
     def _calm(self, name: str, descriptor: int) -> None:

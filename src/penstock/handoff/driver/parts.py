@@ -39,7 +39,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from penstock.movers.packing import Packing, PutAwayThread, Scratch, load_parts_library, seeds_of
+from penstock.movers.packing import (
+    Packing,
+    PutAwayThread,
+    Scratch,
+    block_table,
+    load_parts_library,
+    seeds_of,
+)
 from penstock.transport.remote import NOTICE_BYTES_MAX
 from penstock.vocabulary.checksums import SUM_BYTES, CellSpan
 from penstock.vocabulary.layout import Cut, narrow, token_window
@@ -92,11 +99,8 @@ class PartPlace(NamedTuple):
     """Counted from the prompt's first block, in blocks of the source."""
     target_blocks: range
     """The same in blocks of the target."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the part."""
-        return len(self.source_blocks) * self.form.block_bytes
+    size: int
+    """Bytes of the part."""
 
 
 class RouteParts:
@@ -108,6 +112,10 @@ class RouteParts:
         self.source_tokens = plan.source_tokens
         self.target_tokens = plan.target_tokens
         self.unit_tokens = plan.unit_tokens
+        self.source_ratio = plan.unit_tokens // plan.source_tokens
+        """Blocks of the source in a unit."""
+        self.target_ratio = plan.unit_tokens // plan.target_tokens
+        """Blocks of the target in a unit."""
         self._route = route
         touched = [layer for piece in route.pieces for layer in piece.layers]
         self.layers = range(min(touched), max(touched) + 1)
@@ -119,16 +127,6 @@ class RouteParts:
         """Bytes of one unit in its largest layer."""
         self.cells_a_layer = max(form.cell_count for form in alone) * self.source_ratio
         """Cells of one unit in a layer, at most."""
-
-    @property
-    def source_ratio(self) -> int:
-        """Blocks of the source in a unit."""
-        return self.unit_tokens // self.source_tokens
-
-    @property
-    def target_ratio(self) -> int:
-        """Blocks of the target in a unit."""
-        return self.unit_tokens // self.target_tokens
 
     def window_of(self, window: int, block_count: int, slot_count: int) -> tuple[slice, slice]:
         """Which of some packed blocks, and which of the slots they go to, have a window in common.
@@ -146,11 +144,18 @@ class RouteParts:
 
     def place(self, grid: Grid, part: int, token_count: int) -> PartPlace:
         """One part of a grid, for a prompt of `token_count` tokens."""
-        layers, units = grid.layers_of(part), grid.blocks_of(part)
+        layers, units = grid.spans_of(part)
+        form = self.form_of(layers.start, layers.stop)
+        # The last unit may be partly filled.
+        source, target = self.source_ratio, self.target_ratio
+        source_end = min(units.stop * source, -(-token_count // self.source_tokens))
+        target_end = min(units.stop * target, -(-token_count // self.target_tokens))
+        blocks = range(units.start * source, source_end)
         return PartPlace(
-            self.form_of(layers.start, layers.stop),
-            _blocks_of(units, self.source_ratio, -(-token_count // self.source_tokens)),
-            _blocks_of(units, self.target_ratio, -(-token_count // self.target_tokens)),
+            form,
+            blocks,
+            range(units.start * target, target_end),
+            len(blocks) * form.block_bytes,
         )
 
     def problem_of(self, grid: Grid, *, berth_bytes: int) -> str:
@@ -206,11 +211,6 @@ def plane_pairs(packed: Layout, narrowed: Layout) -> Iterator[tuple[Plane, Plane
     for group, other in zip(packed.groups, narrowed.groups, strict=True):
         for layer, same in zip(group.layers, other.layers, strict=True):
             yield from zip(layer.planes, same.planes, strict=True)
-
-
-def _blocks_of(units: range, ratio: int, block_count: int) -> range:
-    """The blocks of some units; the last unit may be partly filled."""
-    return range(units.start * ratio, min(units.stop * ratio, block_count))
 
 
 PIECE_BYTES = 2 << 20
@@ -280,7 +280,8 @@ class PartGather:
         if span is None:
             return b""
         if self._packing is not None:
-            found = self._packing.pack(slots, seeds_of(tuple(keys)), memory)
+            table = block_table(tuple(keys), tuple(slots))
+            found = self._packing.pack_in_a_row(table, memory)
             return found.astype("<u8", copy=False).tobytes()
         sums = []
         for first in range(0, len(slots), self._step):
@@ -457,6 +458,8 @@ class ArrayTaker:
             partial(PartScatter, tier=tier, algorithm=algorithm, scratch=Scratch())
         )
         self._thread = thread
+        self.descriptor = None if thread is None else thread.descriptor
+        """Readable while there are ends to take; nothing where one has to ask `ended`."""
         self._taking: deque[Take] = deque()
         """What the thread has to do, in its order."""
 
@@ -491,11 +494,6 @@ class ArrayTaker:
     def busy(self) -> bool:
         """Whether a part was begun and has not ended."""
         return bool(self._taking)
-
-    @property
-    def descriptor(self) -> int | None:
-        """Readable while there are ends to take; nothing where one has to ask `ended`."""
-        return None if self._thread is None else self._thread.descriptor
 
     def close(self) -> None:
         """Ends the thread: nothing touches areas or slots after this."""

@@ -426,11 +426,16 @@ class PartyDriver(Generic[MachineT]):
         if not self._claims and not self._held:
             return
         claims, self._claims = {**self._held, **self._claims}, {}
-        urgent = {at[0] for at, claim in claims.items() if not self._can_wait(claim)}
-        self._held = {at: claim for at, claim in claims.items() if at[0] not in urgent}
+        urgent = set()
+        for at, claim in claims.items():
+            if at[0] not in urgent and not self._can_wait(claim):
+                urgent.add(at[0])
+        self._held = {}
         for at, claim in claims.items():
             if at[0] in urgent:
                 self._send(claim)
+            else:
+                self._held[at] = claim
 
     def _can_wait(self, claim: msg.Claim) -> bool:  # noqa: ARG002 - for the roles
         """Whether a claim can wait for one that will follow soon."""

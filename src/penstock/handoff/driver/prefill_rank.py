@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
-    from penstock.handoff.driver.parts import PartReader
+    from penstock.handoff.driver.parts import PartReader, RouteParts
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Life, WriteId
     from penstock.handoff.protocol.settings import HandoffSettings
@@ -190,8 +190,9 @@ class _PromptBlocks(NamedTuple):
 class _TargetArea:
     """The landing area of one target: its link, and the writes into it."""
 
-    def __init__(self, target: Life, claim: msg.Claim, link: WriterLink) -> None:
+    def __init__(self, target: Life, claim: msg.Claim, link: WriterLink, route: RouteParts) -> None:
         self.target = target
+        self.route = route
         self.generation = claim.generation
         self.berth_bytes = claim.berth_bytes
         self.link = link
@@ -407,7 +408,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         if self._progress is not None and self._progress.busy:
             self._report(self._progress.poll())
         self._pump()
-        self._forget_prompts()
+        if len(self._prompts) != len(self.machine.prompts):
+            self._forget_prompts()
 
     def _report(self, found: list[Progress]) -> None:
         for handoff, layer, tokens in found:
@@ -418,7 +420,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _pump(self) -> None:
         """Writes what there is to write, as far as a step goes."""
-        self._leave()
+        if self._left or self._unplaced or self._dropped:
+            self._leave()
         left_bytes = self._budget_bytes
         if self._reader.busy:
             for write, sums in self._reader.ended():
@@ -449,9 +452,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _begin(self, area: _TargetArea) -> int:
         write = area.queue[0]
         name, prompt = write.write, self._prompts[write.write.handoff]
-        route = self._directory.route(self.life.name, name.target.name)
-        assert route is not None, "claims without a route are refused"
-        place = route.place(write.grid, name.part, prompt.token_count)
+        place = area.route.place(write.grid, name.part, prompt.token_count)
         try:
             # An array, for readers on the CPU and for those of a device alike.
             window: Any = area.link.window(name.berth * area.berth_bytes, place.size)
@@ -557,12 +558,12 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             if route is None
             else route.problem_of(message.grid, berth_bytes=message.berth_bytes)
         )
-        if problem:
+        if route is None or problem:
             self._refuse("claim", name, problem)
             return False
-        return self._enter(message, attachment)
+        return self._enter(message, attachment, route)
 
-    def _enter(self, claim: msg.Claim, description: bytes) -> bool:
+    def _enter(self, claim: msg.Claim, description: bytes, route: RouteParts) -> bool:
         """Connects to the area that a claim names, if that is a new one."""
         name = claim.sender.name
         area = self._areas.get(name)
@@ -581,7 +582,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             return False
         if area is not None:
             self._left.append(area)
-        self._areas[name] = _TargetArea(claim.sender, claim, link)
+        self._areas[name] = _TargetArea(claim.sender, claim, link, route)
         return True
 
     def _leave(self) -> None:
@@ -602,8 +603,6 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _forget_prompts(self) -> None:
         """Forgets prompts that were released and are not read any more."""
-        if len(self._prompts) == len(self.machine.prompts):
-            return
         read = {each.write.handoff for area in self._areas.values() for each in area.queue}
         for handoff in [*self._prompts]:
             if handoff not in self.machine.prompts and handoff not in read:

@@ -40,7 +40,7 @@ from penstock.handoff.protocol.states import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.grid import Grid
@@ -90,17 +90,10 @@ class SourceState(NamedTuple):
         """Whether the notice of a part is still to come."""
         return self.have | self.under_way != self.grid.everything
 
-    def has(self, part: int) -> bool:
-        """Whether a part is there."""
-        return bool(self.have >> part & 1)
-
-    def is_taking(self, part: int) -> bool:
-        """Whether our mover is at work on a part."""
-        return bool(self.under_way >> part & 1)
-
-    def attempt_of(self, part: int) -> int:
-        """Which attempt at a part we wait for."""
-        return sum(bad >> part & 1 for bad in self.bad) if self.bad else 0
+    def waits_for(self, part: int, attempt: int) -> bool:
+        """Whether a part is missing, and this is the attempt at it that we wait for."""
+        failed = sum([bad >> part & 1 for bad in self.bad]) if self.bad else 0
+        return not self.have >> part & 1 and attempt == failed
 
     def with_parts(self, more: int, under_way: int) -> SourceState:
         """The source with more parts, and others under way."""
@@ -154,40 +147,21 @@ class Collection(NamedTuple):
                 return source
         return None
 
+    def source_named(self, name: str) -> SourceState:
+        """One source that there is."""
+        source = self.source(name)
+        assert source is not None, f"{name} is not one of the sources"
+        return source
+
     def lacks(self, name: str) -> bool:
         """Whether something of this source is missing."""
         source = self.source(name)
         return source is not None and not source.is_complete
 
-    def taking(self, name: str, part: int) -> Collection:
-        """After our mover began with a part."""
-        return self._with(name, lambda source: source.with_parts(0, source.under_way | 1 << part))
-
-    def taken(self, name: str, parts: int) -> Collection:
-        """After a set of parts was verified and moved."""
-        return self._with(name, lambda source: source.with_parts(parts, source.under_way & ~parts))
-
-    def untaken(self, name: str, part: int) -> Collection:
-        """After our mover gave a part up."""
-        return self._with(
-            name, lambda source: source._replace(under_way=source.under_way & ~(1 << part))
-        )
-
-    def spoiled(self, name: str, part: int, attempt: int) -> Collection:
-        """After a part was found not to be intact."""
-        return self._with(name, lambda source: source.with_spoiled(part, attempt))
-
-    def claimed(self, name: str, incarnation: int) -> Collection:
-        """After a claim was sent to a life of a source."""
-        return self._with(name, lambda source: source._replace(claimed=incarnation))
-
-    def stopped(self, name: str) -> Collection:
-        """After a source confirmed that it writes nothing more, or cannot be asked."""
-        return self._with(name, lambda source: source._replace(claimed=0))
-
-    def _with(self, name: str, change: Callable[[SourceState], SourceState]) -> Collection:
-        sources = [change(each) if each.name == name else each for each in self.sources]
-        return Collection(self.state, tuple(sources), self.scheduler, self.why, self.poison_count)
+    def with_source(self, changed: SourceState) -> Collection:
+        """After something of a source has changed."""
+        sources = tuple([changed if each.name == changed.name else each for each in self.sources])
+        return Collection(self.state, sources, self.scheduler, self.why, self.poison_count)
 
 
 Key = tuple[str, int]
@@ -232,8 +206,11 @@ class DecodeRank(Party):
             for area in dict.fromkeys((berth.peer, berth.generation) for berth in berths):
                 self._free_if_unused(*area)
         for (key, name), some in together.items():
-            parts = sum(1 << take.part for take in some)  # Our mover is at work on each once.
-            self.collections[key] = self.collections[key].taken(name, parts)
+            parts = sum([1 << take.part for take in some])  # Our mover is at work on each once.
+            collection = self.collections[key]
+            source = collection.source_named(name)
+            source = source.with_parts(parts, source.under_way & ~parts)
+            self.collections[key] = collection.with_source(source)
             self._after_takes(key, name, len(some))
         return self.effects
 
@@ -245,7 +222,9 @@ class DecodeRank(Party):
         self._end_take(take, now)
         self._count("parts spoiled")
         key = (take.handoff, take.epoch)
-        collection = self.collections[key].spoiled(take.source.name, take.part, take.attempt)
+        collection = self.collections[key]
+        source = collection.source_named(take.source.name)
+        collection = collection.with_source(source.with_spoiled(take.part, take.attempt))
         self.collections[key] = collection
         attempts = self.settings.bounds.attempt_count_max
         if collection.state is TargetState.COLLECTING and take.attempt + 1 >= attempts:
@@ -263,7 +242,10 @@ class DecodeRank(Party):
         self._end_take(take, now)
         self._count("parts not taken")
         key = (take.handoff, take.epoch)
-        self.collections[key] = self.collections[key].untaken(take.source.name, take.part)
+        collection = self.collections[key]
+        source = collection.source_named(take.source.name)
+        source = source.with_parts(0, source.under_way & ~(1 << take.part))
+        self.collections[key] = collection.with_source(source)
         self._fail_if_collecting(
             key, f"part {take.part} of {take.source.name} could not be taken: {why}"
         )
@@ -408,28 +390,32 @@ class DecodeRank(Party):
                 self._claim(key, name)
             elif collection.state is TargetState.COMPLETE:
                 self._stop(key, name)
-        elif not 0 <= landed.part < source.grid.part_count:
+        elif not source.grid.everything >> landed.part & 1:
             self._refuse("of a part that is not in the grid")
         elif not 0 <= landed.berth < self.settings.bounds.berth_count:
             self._refuse("into a berth that is not in the area")
-        elif source.has(landed.part) or landed.attempt != source.attempt_of(landed.part):
+        elif not source.waits_for(landed.part, landed.attempt):
             self._claim(key, name)
         elif collection.state is TargetState.COLLECTING:
-            self._on_part(key, landed, source)
+            self._on_part(key, landed, collection, source)
 
     def _is_open_area(self, name: str, generation: int) -> bool:
         area = self.areas.get(name)
         return area is not None and area.open and area.generation == generation
 
-    def _on_part(self, key: Key, landed: msg.Landed, source: SourceState) -> None:
+    def _on_part(
+        self, key: Key, landed: msg.Landed, collection: Collection, source: SourceState
+    ) -> None:
         """Takes a part that is missing, unless its notice is here for the second time."""
-        if source.is_taking(landed.part):
+        berth = Berth(landed.sender, landed.generation, landed.berth)
+        if source.under_way >> landed.part & 1:
             self._count("notices repeated")
-        elif Berth(landed.sender, landed.generation, landed.berth) in self.takes:
+        elif berth in self.takes:
             self._refuse("into a berth that is in use")
         else:
-            self.collections[key] = self.collections[key].taking(source.name, landed.part)
-            self._take(landed, source.grid)
+            source = source.with_parts(0, source.under_way | 1 << landed.part)
+            self.collections[key] = collection.with_source(source)
+            self._take(landed, berth, source.grid)
 
     def _on_stopped(self, stopped: msg.Stopped) -> None:
         key, name = (stopped.handoff, stopped.epoch), stopped.sender.name
@@ -463,9 +449,11 @@ class DecodeRank(Party):
                 key, f"no landing area for {name}: {self.retired_bytes} bytes are retired"
             )
             return
-        self.collections[key] = self.collections[key].claimed(name, area.peer.incarnation)
-        source = self.collections[key].source(name)
-        assert source is not None
+        collection = self.collections[key]
+        source = collection.source_named(name)
+        if source.claimed != area.peer.incarnation:
+            source = source._replace(claimed=area.peer.incarnation)
+            self.collections[key] = collection.with_source(source)
         bounds = self.settings.bounds
         self._send(
             msg.Claim(
@@ -478,7 +466,7 @@ class DecodeRank(Party):
                 berth_bytes=bounds.berth_bytes,
                 grid=source.grid,
                 have=to_bytes(source.have),
-                spoiled=tuple(to_bytes(each) for each in source.bad),
+                spoiled=tuple([to_bytes(each) for each in source.bad]) if source.bad else (),
             )
         )
 
@@ -554,8 +542,10 @@ class DecodeRank(Party):
         collection = self.collections.get(key)
         if collection is None or collection.state is not TargetState.STOPPING:
             return
-        collection = collection.stopped(name)
-        self.collections[key] = collection
+        source = collection.source(name)
+        if source is not None:
+            collection = collection.with_source(source._replace(claimed=0))
+            self.collections[key] = collection
         self._hasten(_resend(key))
         if not any(source.claimed for source in collection.sources):
             self._move(key, TargetMove.ALL_STOPPED)
@@ -566,10 +556,15 @@ class DecodeRank(Party):
 
     def _area_of(self, name: str) -> LandingArea | None:
         """The area that a source's current life writes to; a new one, if there is room."""
-        peer = self.life_of(name)
-        area = self.areas.get(name)
-        if area is not None and area.open and area.peer == peer:
+        known, area = self.peers.get(name), self.areas.get(name)
+        if (
+            area is not None
+            and area.open
+            and known is not None
+            and area.peer.incarnation == known.incarnation
+        ):
             return area
+        peer = self.life_of(name)
         bounds = self.settings.bounds
         if not self._has_room_for(name):
             return None
@@ -618,9 +613,8 @@ class DecodeRank(Party):
         self._count("areas freed")
         self.effects.append(FreeArea(peer=peer, generation=generation))
 
-    def _take(self, landed: msg.Landed, grid: Grid) -> None:
+    def _take(self, landed: msg.Landed, berth: Berth, grid: Grid) -> None:
         """Lets our mover verify a part and move it into its slots."""
-        berth = Berth(landed.sender, landed.generation, landed.berth)
         take = Take(
             handoff=landed.handoff,
             epoch=landed.epoch,
@@ -733,10 +727,12 @@ class DecodeRank(Party):
         collection = self.collections.get(key)
         if collection is None:
             return
+        timer = _resend(key)
         if collection.state in (TargetState.COLLECTING, TargetState.STOPPING):
-            self._arm_resend(_resend(key))
+            if timer not in self.timers:
+                self._arm_resend(timer)
         else:
-            self._disarm(_resend(key))
+            self._disarm(timer)
 
     def _repeat_report(self, key: Key) -> None:
         """Repeats the last report: the scheduler asked again."""

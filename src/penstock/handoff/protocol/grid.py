@@ -10,6 +10,7 @@ Every (layer, block) of the grid lies in exactly one part.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -65,7 +66,7 @@ class Grid(NamedTuple):
     @property
     def everything(self) -> int:
         """The set of all parts."""
-        return (1 << self.part_count) - 1
+        return _everything(self)
 
     def spans_of(self, part: int) -> tuple[range, range]:
         """The layers of a part, and its blocks, counted from the prompt's first block."""
@@ -121,6 +122,12 @@ class Grid(NamedTuple):
         if self.part_count > PART_COUNT_MAX:
             return f"grid has {self.part_count} parts, at most {PART_COUNT_MAX} are allowed"
         return ""
+
+
+@lru_cache(maxsize=64)
+def _everything(grid: Grid) -> int:
+    # Asked several times for every part that arrives.
+    return (1 << grid.part_count) - 1
 
 
 def cut(

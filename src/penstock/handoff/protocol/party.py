@@ -402,7 +402,10 @@ class Party(ABC):
         if peer.standing is Standing.SUSPECTED:
             self.peers[name] = peer._replace(standing=Standing.OPEN)
             self._peer_open(name)
-        self._heard(name)
+        trip = self.round_trips.get(name)
+        if trip is not None and not trip.heard:
+            # Its link is not cut, however late its answers are.
+            self.round_trips[name] = trip.heard_from()
         return True
 
     def _on_hello(self, hello: msg.Hello) -> None:
@@ -566,12 +569,6 @@ class Party(ABC):
         """A peer that should have answered by now is asked once more."""
         trip = self.round_trips.get(name) or RoundTrip()
         self.round_trips[name] = trip.asked_again(question, self.now, self.settings.times)
-
-    def _heard(self, name: str) -> None:
-        """A message came: the peer's link is not cut, however late its answers are."""
-        trip = self.round_trips.get(name)
-        if trip is not None and not trip.heard:
-            self.round_trips[name] = trip.heard_from()
 
     def _disarm(self, timer: TimerKey) -> None:
         self.timers.pop(timer, None)
