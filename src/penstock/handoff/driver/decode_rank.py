@@ -122,15 +122,15 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     @property
     def has_work(self) -> bool:
         """Whether the next step has something to do."""
-        if self._takes:
-            return self._taker.has_room or super().has_work
-        return super().has_work
+        if self._ended or self._claims:
+            return True
+        return bool(self._takes) and self._taker.has_room
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         known = super().next_deadline()
         due = math.inf if known is None else known
-        if self._taker.busy:
+        if self._is_taking:
             if self._taker.descriptor is None:
                 due = min(due, self._clock() + TAKING_S)
             elif not self._watches_taker:
@@ -138,8 +138,8 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         if self._fences and not self._target.watches_fences:
             due = min(due, self._clock() + FENCE_S)
         if self._held and self._kept_back:
-            since = min([each.since for each in self._kept_back.values()])
-            due = min(due, self._claim_s + since)
+            for kept in self._kept_back.values():
+                due = min(due, self._claim_s + kept.since)
         return None if due == math.inf else due
 
     # A step.
@@ -147,7 +147,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     def _work(self, now: float) -> None:
         for notice in self._target.notices():
             self._on_notice(notice, now)
-        if not self._taker.busy:
+        if len(self.machine.takes) == len(self._takes):
             self._taking_since = now
         elif ended := self._taker.ended():
             self._taken([take for take, intact in ended if intact])
@@ -206,6 +206,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         self.bytes_moved += place.size
         return max(place.size, 1)
 
+    @property
+    def _is_taking(self) -> bool:
+        """Whether a part was begun and has not ended."""
+        return len(self.machine.takes) > len(self._takes)
+
     def _waits_for_takes(self) -> bool:
         """Whether something goes on when a part is put away.
 
@@ -213,12 +218,15 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         end waits for the next of them, and the engine's thread is not woken up twice for each.
         """
         machine = self.machine
-        return (
-            bool(machine.retired or self._takes)
+        if (
+            machine.retired
+            or self._takes
             or self._clock() >= self._taking_since + self._claim_s
             or len(machine.takes) * KEPT_BACK >= machine.settings.bounds.berth_count
-            or bool([each for each in machine.collections.values() if each.waits_for_moves])
-        )
+        ):
+            return True
+        takes = {(take.handoff, take.epoch) for take in machine.takes.values()}
+        return any(machine.collections[key].waits_for_moves for key in takes)
 
     def _taken(self, takes: list[Take]) -> None:
         """Parts are in their slots: their sources get the berths back, in one claim each."""
@@ -389,7 +397,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         """Notices that arrive, and writers that die."""
         own, taken = self._target.descriptor, self._taker.descriptor
         found = [] if own is None else [own]
-        self._watches_taker = self._taker.busy and self._waits_for_takes()
+        self._watches_taker = self._is_taking and self._waits_for_takes()
         if taken is not None and self._watches_taker:
             found.append(taken)
         for fence in self._fences:

@@ -458,8 +458,7 @@ class ArrayTaker:
             partial(PartScatter, tier=tier, algorithm=algorithm, scratch=Scratch())
         )
         self._thread = thread
-        self.descriptor = None if thread is None else thread.descriptor
-        """Readable while there are ends to take; nothing where one has to ask `ended`."""
+        self._bell = None if thread is None else thread.descriptor
         self._taking: deque[Take] = deque()
         """What the thread has to do, in its order."""
 
@@ -494,6 +493,11 @@ class ArrayTaker:
     def busy(self) -> bool:
         """Whether a part was begun and has not ended."""
         return bool(self._taking)
+
+    @property
+    def descriptor(self) -> int | None:
+        """Readable while there are ends to take; nothing where one has to ask `ended`."""
+        return self._bell
 
     def close(self) -> None:
         """Ends the thread: nothing touches areas or slots after this."""

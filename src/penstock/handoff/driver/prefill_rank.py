@@ -181,11 +181,6 @@ class _PromptBlocks(NamedTuple):
         """Leading blocks of the prompt whose place is known, or that are not here."""
         return self.first_block + len(self.slots)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the place of every block is known."""
-        return self.known_blocks == len(self.keys)
-
 
 class _TargetArea:
     """The landing area of one target: its link, and the writes into it."""
@@ -352,9 +347,12 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _require_known(self, handoff: str, tokens: int) -> None:
         prompt, size = self._prompts.get(handoff), self._directory.plan.source_tokens
-        if prompt is not None and tokens > prompt.known_blocks * size:
+        if prompt is None:
+            return
+        known = prompt.first_block + len(prompt.slots)
+        if tokens > known * size:
             raise ValueError(
-                f"tokens is {tokens}, must be at most {prompt.known_blocks * size}: slots of later "
+                f"tokens is {tokens}, must be at most {known * size}: slots of later "
                 f"blocks of {handoff!r} are not known yet"
             )
 
@@ -386,10 +384,13 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         due = super().next_deadline()
         if self._reader.busy and self._reader.descriptor is None:
             soon = self._clock() + READING_S
-        elif [area for area in self._areas.values() if area.stuck and area.posted]:
-            soon = self._clock() + FULL_S
         else:
-            return due
+            for area in self._areas.values():
+                if area.stuck and area.posted:
+                    soon = self._clock() + FULL_S
+                    break
+            else:
+                return due
         return soon if due is None else min(soon, due)
 
     def close(self) -> None:
@@ -489,7 +490,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         if sums is not None:
             self._packed(name, sums)
         self.bytes_moved += place.size
-        self.early_bytes += 0 if prompt.is_known else place.size
+        if first + len(prompt.slots) < len(prompt.keys):
+            self.early_bytes += place.size
         return max(place.size, 1)
 
     def _packed(self, name: WriteId, sums: bytes) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.errors import InvariantViolation
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
 from penstock.handoff.protocol.grid import to_bytes
@@ -85,11 +86,6 @@ class SourceState(NamedTuple):
         """Whether every part is there."""
         return self.have == self.grid.everything
 
-    @property
-    def is_arriving(self) -> bool:
-        """Whether the notice of a part is still to come."""
-        return self.have | self.under_way != self.grid.everything
-
     def waits_for(self, part: int, attempt: int) -> bool:
         """Whether a part is missing, and this is the attempt at it that we wait for."""
         failed = sum([bad >> part & 1 for bad in self.bad]) if self.bad else 0
@@ -136,7 +132,7 @@ class Collection(NamedTuple):
         moving = 0
         for source in self.sources:
             moving |= source.under_way
-            if collecting and source.is_arriving:
+            if collecting and source.have | source.under_way != source.grid.everything:
                 return False
         return moving != 0
 
@@ -149,9 +145,10 @@ class Collection(NamedTuple):
 
     def source_named(self, name: str) -> SourceState:
         """One source that there is."""
-        source = self.source(name)
-        assert source is not None, f"{name} is not one of the sources"
-        return source
+        for source in self.sources:
+            if source.name == name:
+                return source
+        raise InvariantViolation(f"{name} is not one of the sources")
 
     def lacks(self, name: str) -> bool:
         """Whether something of this source is missing."""
@@ -206,12 +203,14 @@ class DecodeRank(Party):
             for area in dict.fromkeys((berth.peer, berth.generation) for berth in berths):
                 self._free_if_unused(*area)
         for (key, name), some in together.items():
-            parts = sum([1 << take.part for take in some])  # Our mover is at work on each once.
+            parts = 0
+            for take in some:
+                parts |= 1 << take.part
             collection = self.collections[key]
             source = collection.source_named(name)
             source = source.with_parts(parts, source.under_way & ~parts)
             self.collections[key] = collection.with_source(source)
-            self._after_takes(key, name, len(some))
+            self._after_takes(key, name, len(some), complete=source.is_complete)
         return self.effects
 
     def part_spoiled(self, take: Take, now: float) -> list[AnyEffect]:
@@ -470,15 +469,18 @@ class DecodeRank(Party):
             )
         )
 
-    def _after_takes(self, key: Key, name: str, count: int = 1) -> None:
+    def _after_takes(self, key: Key, name: str, count: int = 1, *, complete: bool = False) -> None:
         """Moves have ended: the source gets its credit back, and we see how far we are."""
         collection = self.collections[key]
         match collection.state:
             case TargetState.COLLECTING:
+                timer = _resend(key)
                 self._claim(key, name)
-                self._hasten(_resend(key), count)
-                self._check_complete(key)
-                self._keep_asking(key)
+                self._hasten(timer, count)
+                if complete:
+                    self._check_complete(key)
+                if complete or timer not in self.timers:
+                    self._keep_asking(key)
             case TargetState.DROPPING:
                 self._stop_if_still(key)
             case _:

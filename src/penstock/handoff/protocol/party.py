@@ -550,7 +550,8 @@ class Party(ABC):
         if tries > 0:
             self.tries[timer] = tries
         due = self.timers.get(timer)
-        if due is not None:
+        # No wait is shorter than `resend_s`, so that most need not be computed.
+        if due is not None and due > self.now + self.settings.times.resend_s:
             self.timers[timer] = min(due, self.now + self._resend_wait_s(timer))
 
     def _asked(self, name: str, question: Hashable) -> None:

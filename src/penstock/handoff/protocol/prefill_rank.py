@@ -261,7 +261,8 @@ class PrefillRank(Party):
         """
         prompt = self._known(handoff)
         if prompt is not None:
-            if layer is not None and layer not in prompt.layers:
+            count = len(prompt.watermarks)
+            if layer is not None and not 0 <= layer - prompt.layer_first < count:
                 first, last = prompt.layers[0], prompt.layers[-1]
                 raise ValueError(f"layer is {layer}, must be from {first} to {last} on this rank")
             if not 0 <= tokens <= prompt.token_count:
@@ -495,7 +496,8 @@ class PrefillRank(Party):
                 wants[handoff] = want.computed(prompt, layers)
                 if wants[handoff] is not want:
                     self._post(target, handoff)
-                    self._keep_noticing(target)
+                    if self.lanes[target].poisoned:
+                        self._keep_noticing(target)
 
     # Ends of writes, and who waits for them.
 
@@ -661,11 +663,17 @@ class PrefillRank(Party):
             w for w, posted in self.writes.items() if posted.observed and w.target.name == target
         ]
 
+    def _awaits_answer(self, target: str) -> bool:
+        for write, posted in self.writes.items():
+            if posted.observed and write.target.name == target:
+                return True
+        return False
+
     def _keep_noticing(self, target: str) -> None:
         """Lets a timer run while a target owes us an answer."""
         lane, timer = self.lanes.get(target), ("notice", target)
         asks = lane is not None and lane.poisoned and any(self._sendable_to(target))
-        if (asks or self._unanswered(target)) and self.is_open(target):
+        if (asks or self._awaits_answer(target)) and self.is_open(target):
             if timer not in self.timers:
                 self._arm_resend(timer)
         else:
