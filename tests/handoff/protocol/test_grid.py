@@ -108,7 +108,7 @@ def test_tiny_layers_travel_together() -> None:
         layers=range(32), blocks=range(1), cell_bytes=65_536, block_tokens=16, berth_bytes=4 << 20
     )
 
-    assert (grid.part_layers, grid.part_count) == (4, 8)
+    assert (grid.part_layers, grid.part_count) == (16, 2)
 
 
 @pytest.mark.parametrize(

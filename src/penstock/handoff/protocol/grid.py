@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 PART_COUNT_MAX = 1 << 20
 """A grid with more parts is refused: its sets would be 128 KiB each in every claim."""
 
-PART_BYTES_MIN = 256 << 10
-"""Parts below this cost more in notices than their bytes take to travel."""
+PART_BYTES_MIN = 1 << 20
+"""Parts below this cost more in notices than their bytes take to travel: layers are put together up
+to it. Beyond it, the last part is longer on its way after the last layer than that saves."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
