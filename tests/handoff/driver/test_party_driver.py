@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -268,6 +268,27 @@ def test_one_step_does_a_bounded_share_of_the_work(world: World) -> None:
 
     assert rank.has_work
     assert 0 < first <= 3 * 4096
+
+
+def test_small_parts_that_are_written_in_one_step_share_a_notice(world: World) -> None:
+    there, here = world.submit("a", 16)
+    world.settle()
+    rank = world.sending["prefill/0"]
+    area = rank._areas["decode/0"]
+    post, windows = area.link.post, []
+
+    def count(spans: Any, notice: bytes, *, packed: Any) -> int:
+        windows.append(len(packed))
+        return post(spans, notice, packed=packed)
+
+    area.link.post = count  # type: ignore[method-assign]
+    world.compute("a", there, range(16))
+    world.prefill.first_token("a", (1,))
+    world.settle()
+
+    assert windows == [3]  # One for each layer.
+    assert world.outcomes("decode") == {"a": "delivered"}
+    assert world.is_right("a", here, range(16))
 
 
 def test_a_landing_area_without_memory_fails_over_at_once_and_the_next_is_tried(

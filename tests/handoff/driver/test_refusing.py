@@ -75,7 +75,7 @@ def test_a_content_is_read_as_it_was_written() -> None:
     assert decode_content(encode_content(content)) == content
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x05\0\0\0abc", b"\x03\0\0\0\x01\xc1\xc1", b"x" * 5000])
+@pytest.mark.parametrize("frame", [b"", b"\x05\0\0\0abc", b"\x03\0\0\0\x02\xc1\xc1", b"x" * 5000])
 def test_garbage_on_a_line_is_counted_and_harmless(world: World, frame: bytes) -> None:
     before = freeze(world.sending["prefill/0"].machine)
 
@@ -230,9 +230,7 @@ def test_a_notice_of_another_life_or_kind_is_refused(world: World) -> None:
         handoff="a",
         epoch=1,
         generation=generation,
-        berth=0,
-        part=0,
-        attempt=0,
+        parts=(msg.LandedPart(0, 0, 0),),
     )
 
     area.deliver(b"garbage")
@@ -288,7 +286,7 @@ def test_a_party_of_another_version_fails_the_handoff_at_once_with_both_versions
 
     (ended,) = world.ended["decode"]
     assert ended.outcome.value == "failed_over"
-    assert ended.why == "refused: version is '1' here and '9' there"
+    assert ended.why == "refused: version is '2' here and '9' there"
 
 
 def test_one_frame_of_another_version_from_a_peer_that_is_there_is_garbage(world: World) -> None:

@@ -247,7 +247,9 @@ def test_p23_a_notice_of_a_wrong_berth_is_refused_and_counted(
 ) -> None:
     world = taking(make_world)
     world.land()
-    notice = msgspec.structs.replace(world.wire.pop(), berth=berth)
+    notice = world.wire.pop()
+    parts = tuple(part._replace(berth=berth) for part in notice.parts)
+    notice = msgspec.structs.replace(notice, parts=parts)
 
     world.do("d0", lambda d: d.receive(notice, 0.0))
 

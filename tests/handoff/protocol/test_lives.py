@@ -73,7 +73,7 @@ def test_p5_a_misfit_fails_the_handoff_with_both_values(
 @pytest.mark.parametrize(
     ("theirs", "difference"),
     [
-        ({"version": 9}, "version is '1' here and '9' there"),
+        ({"version": 9}, "version is '2' here and '9' there"),
         ({"role": Role.DECODE_RANK}, "role is 'prefill scheduler' here and 'decode rank' there"),
         (
             {"facts": facts_of(model="other", weights="v1")},
@@ -106,7 +106,7 @@ def test_p5_a_peer_of_another_version_fails_the_handoff_with_both(make_world: ty
     world.wire = [m for m in world.wire if m.target.name != "P"]
     world.run()
 
-    assert world.ended["D"][0].why == "refused: version is '1' here and '9' there"
+    assert world.ended["D"][0].why == "refused: version is '2' here and '9' there"
 
 
 def test_p5_a_peer_that_answers_with_other_facts_is_refused(make_world: type[World]) -> None:

@@ -34,7 +34,7 @@ ONE_OF_EACH: list[msg.AnyMessage] = [
         spoiled=(b"\x01",),
     ),
     msg.Stop(**CLAIM),
-    msg.Landed(**CLAIM, generation=1, berth=0, part=2, attempt=0, sums=b"sums"),
+    msg.Landed(**CLAIM, generation=1, parts=(msg.LandedPart(0, 2, 0, b"sums"),)),
     msg.Stopped(**CLAIM, generation=1, poisoned=True),
     msg.Poisoned(**WHO, generation=1),
     msg.Await(**CLAIM),
@@ -52,7 +52,7 @@ def raw(frame: bytes) -> dict[str, object]:
 
 
 def framed(fields: dict[str, object]) -> bytes:
-    return b"\x01" + msgspec.msgpack.encode(fields)
+    return b"\x02" + msgspec.msgpack.encode(fields)
 
 
 def test_there_is_one_of_each_kind() -> None:
@@ -102,14 +102,13 @@ def test_p22_a_field_out_of_its_bounds_is_refused(change: dict[str, object]) -> 
 
 
 def test_p22_another_version_is_refused_with_both_named() -> None:
-    with pytest.raises(PeerError, match="has version 2, must have version 1"):
-        decode(b"\x02" + encode(ONE_OF_EACH[0])[1:])
+    with pytest.raises(PeerError, match="has version 3, must have version 2"):
+        decode(b"\x03" + encode(ONE_OF_EACH[0])[1:])
 
 
 def test_p22_a_frame_that_is_too_long_is_neither_sent_nor_read() -> None:
-    big = msg.Landed(
-        **CLAIM, generation=1, berth=0, part=0, attempt=0, sums=bytes(MESSAGE_BYTES_MAX)
-    )
+    part = msg.LandedPart(0, 0, 0, bytes(MESSAGE_BYTES_MAX))
+    big = msg.Landed(**CLAIM, generation=1, parts=(part,))
 
     with pytest.raises(ValueError, match="Landed has"):
         encode(big)
@@ -119,7 +118,7 @@ def test_p22_a_frame_that_is_too_long_is_neither_sent_nor_read() -> None:
 
 @given(st.binary(max_size=200))
 def test_p22_garbage_is_refused(frame: bytes) -> None:
-    for each in (frame, b"\x01" + frame):
+    for each in (frame, b"\x02" + frame):
         with pytest.raises(PeerError):
             decode(each)
 

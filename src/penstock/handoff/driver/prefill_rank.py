@@ -29,8 +29,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import msgspec
-
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.driver.party_driver import (
     PartyDriver,
@@ -41,8 +39,9 @@ from penstock.handoff.driver.party_driver import (
     whole_number,
 )
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import AbandonWrite, Write
-from penstock.handoff.protocol.prefill_rank import PrefillRank
+from penstock.handoff.protocol.effects import AbandonWrite, Write, notice_of
+from penstock.handoff.protocol.grid import PART_BYTES_MIN
+from penstock.handoff.protocol.prefill_rank import PrefillRank, join_notices, writes_of
 from penstock.transport.remote import WriteDone
 
 if TYPE_CHECKING:
@@ -182,6 +181,15 @@ class _PromptBlocks(NamedTuple):
         return self.first_block + len(self.slots)
 
 
+class _Packed(NamedTuple):
+    """A part that is in its berth."""
+
+    name: WriteId
+    sums: bytes
+    notice: msg.Landed
+    size: int
+
+
 class _TargetArea:
     """The landing area of one target: its link, and the writes into it."""
 
@@ -194,7 +202,9 @@ class _TargetArea:
         self.queue: deque[Write] = deque()
         self.reading: dict[WriteId, tuple[Write, int]] = {}
         """Writes whose parts are being packed, and the bytes of each part."""
-        self.posted: dict[int, tuple[WriteId, bytes]] = {}
+        self.packed: list[_Packed] = []
+        """Parts that are in their berths: their notices are given before the step ends."""
+        self.posted: dict[int, list[tuple[WriteId, bytes]]] = {}
         self.stuck = False
         """It is not connected yet, or takes no notices at the moment."""
 
@@ -427,21 +437,29 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         if self._reader.busy:
             for write, sums in self._reader.ended():
                 self._packed(write, sums)
+            for area in self._areas.values():
+                if area.packed:
+                    self._give_notices(area)
         moved = 1
         while moved and left_bytes > 0:
             moved = 0
             for area in [*self._areas.values()]:
                 if area.queue or area.posted:
-                    moved += self._advance(area)
+                    moved += self._advance(area, min(left_bytes, PART_BYTES_MIN))
             if self._left or self._unplaced or self._dropped:
                 self._leave()
             left_bytes -= moved
 
-    def _advance(self, area: _TargetArea) -> int:
-        """Begins one part in an area, and observes those before; about how many bytes it moved."""
+    def _advance(self, area: _TargetArea, share_bytes: int) -> int:
+        """Begins about so many bytes in an area, and observes those before; how many it moved."""
         moved = 0
-        if area.queue and self._reader.has_room:
-            moved = self._begin(area)
+        while area.queue and moved < share_bytes and self._reader.has_room:
+            began = self._begin(area)
+            moved += began
+            if not began:
+                break
+        if area.packed:
+            self._give_notices(area)
         if not area.posted:
             return moved
         ends, _ = area.link.observe(budget_bytes=self._budget_bytes)
@@ -498,21 +516,46 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """The bytes of a part are in its berth: its notice follows."""
         area = self._areas[name.target.name]
         write, size = area.reading.pop(name)
-        notice = seal(msgspec.structs.replace(write.notice, sums=sums))
+        notice = notice_of(write.source, name, sums)
+        area.packed.append(_Packed(name, sums, notice, size))
+
+    def _give_notices(self, area: _TargetArea) -> None:
+        """Posts what was packed in this step: small parts share a notice."""
+        packed, area.packed = area.packed, []
+        if len(packed) == 1:
+            name, sums, notice, size = packed[0]
+            self._post(area, notice, [(name, sums)], [(name.berth * area.berth_bytes, size)])
+            return
+        sizes = {each.name.berth: each.size for each in packed}
+        some = [(each.notice, each.size) for each in packed]
+        for notice in join_notices(some, bytes_max=area.berth_bytes):
+            berths = [part.berth for part in notice.parts]
+            windows = [(berth * area.berth_bytes, sizes[berth]) for berth in berths]
+            self._post(area, notice, writes_of(notice), windows)
+
+    def _post(
+        self,
+        area: _TargetArea,
+        notice: msg.Landed,
+        writes: list[tuple[WriteId, bytes]],
+        windows: list[tuple[int, int]],
+    ) -> None:
         try:
-            number = area.link.post((), notice, packed=[(name.berth * area.berth_bytes, size)])
+            number = area.link.post((), seal(notice), packed=windows)
         except (UnavailableError, CapacityError):
-            self._fail(name)
+            for name, _ in writes:
+                self._fail(name)
         else:
-            area.posted[number] = (name, sums)
+            area.posted[number] = writes
 
     def _end(self, area: _TargetArea, end: WriteEnd) -> None:
-        name, sums = area.posted.pop(end.number)
+        writes = area.posted.pop(end.number)
         if isinstance(end, WriteDone):
-            self.parts_moved += 1
-            self._carry_out(self.machine.write_done(name, self._clock(), sums=sums))
+            self.parts_moved += len(writes)
+            self._carry_out(self.machine.writes_done(writes, self._clock()))
         else:
-            self._fail(name)
+            for name, _ in writes:
+                self._fail(name)
 
     def _fail(self, name: WriteId) -> None:
         self._carry_out(self.machine.write_failed(name, self._clock()))
@@ -599,7 +642,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                     self._reader.forget(name)
                 area.link.close()
                 writes += [*area.reading, *(each.write for each in area.queue)]
-                writes += [name for name, _ in area.posted.values()]
+                writes += [name for each in area.posted.values() for name, _ in each]
             for name in writes:
                 self._fail(name)
 

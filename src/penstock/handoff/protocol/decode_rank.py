@@ -389,32 +389,54 @@ class DecodeRank(Party):
                 self._claim(key, name)
             elif collection.state is TargetState.COMPLETE:
                 self._stop(key, name)
-        elif not source.grid.everything >> landed.part & 1:
-            self._refuse("of a part that is not in the grid")
-        elif not 0 <= landed.berth < self.settings.bounds.berth_count:
-            self._refuse("into a berth that is not in the area")
-        elif not source.waits_for(landed.part, landed.attempt):
-            self._claim(key, name)
-        elif collection.state is TargetState.COLLECTING:
-            self._on_part(key, landed, collection, source)
+        else:
+            known = 0
+            for part in landed.parts:
+                known += self._on_part(key, landed, part)
+            if known:
+                self._claim(key, name)
 
     def _is_open_area(self, name: str, generation: int) -> bool:
         area = self.areas.get(name)
         return area is not None and area.open and area.generation == generation
 
-    def _on_part(
-        self, key: Key, landed: msg.Landed, collection: Collection, source: SourceState
-    ) -> None:
-        """Takes a part that is missing, unless its notice is here for the second time."""
-        berth = Berth(landed.sender, landed.generation, landed.berth)
-        if source.under_way >> landed.part & 1:
+    def _on_part(self, key: Key, landed: msg.Landed, part: msg.LandedPart) -> bool:
+        """Takes a part that is missing, unless its notice is here for the second time.
+
+        Whether its writer is to be told that this attempt at it is not waited for.
+        """
+        collection, name = self.collections[key], landed.sender.name
+        source = collection.source_named(name)
+        berth = Berth(landed.sender, landed.generation, part.berth)
+        if not source.grid.everything >> part.part & 1:
+            self._refuse("of a part that is not in the grid")
+        elif not 0 <= part.berth < self.settings.bounds.berth_count:
+            self._refuse("into a berth that is not in the area")
+        elif not source.waits_for(part.part, part.attempt):
+            return True
+        elif collection.state is not TargetState.COLLECTING:
+            pass
+        elif source.under_way >> part.part & 1:
             self._count("notices repeated")
         elif berth in self.takes:
             self._refuse("into a berth that is in use")
         else:
-            source = source.with_parts(0, source.under_way | 1 << landed.part)
+            source = source.with_parts(0, source.under_way | 1 << part.part)
             self.collections[key] = collection.with_source(source)
-            self._take(landed, berth, source.grid)
+            take = Take(
+                handoff=landed.handoff,
+                epoch=landed.epoch,
+                source=landed.sender,
+                generation=landed.generation,
+                berth=part.berth,
+                grid=source.grid,
+                part=part.part,
+                attempt=part.attempt,
+                sums=part.sums,
+            )
+            self.takes[berth] = take
+            self.effects.append(take)
+        return False
 
     def _on_stopped(self, stopped: msg.Stopped) -> None:
         key, name = (stopped.handoff, stopped.epoch), stopped.sender.name
@@ -614,22 +636,6 @@ class DecodeRank(Party):
         del self.retired[peer, generation]
         self._count("areas freed")
         self.effects.append(FreeArea(peer=peer, generation=generation))
-
-    def _take(self, landed: msg.Landed, berth: Berth, grid: Grid) -> None:
-        """Lets our mover verify a part and move it into its slots."""
-        take = Take(
-            handoff=landed.handoff,
-            epoch=landed.epoch,
-            source=landed.sender,
-            generation=landed.generation,
-            berth=landed.berth,
-            grid=grid,
-            part=landed.part,
-            attempt=landed.attempt,
-            sums=landed.sums,
-        )
-        self.takes[berth] = take
-        self.effects.append(take)
 
     def _end_take(self, take: Take, now: float) -> None:
         """One of our moves has ended.

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.handoff.protocol.messages import Landed, LandedPart
+
 if TYPE_CHECKING:
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.identity import Life, WriteId
-    from penstock.handoff.protocol.messages import AnyMessage, Landed
+    from penstock.handoff.protocol.messages import AnyMessage
     from penstock.handoff.protocol.states import HandoffOutcome
 
 
@@ -47,8 +49,13 @@ class Write(HandoffEffect, frozen=True, kw_only=True):
 
     write: WriteId
     grid: Grid
-    notice: Landed
-    """The notice for the target once the bytes are there; the sender's driver adds the sums."""
+    source: Life
+    """The life that writes."""
+
+    @property
+    def notice(self) -> Landed:
+        """The notice for the target once the bytes are there, without sums."""
+        return notice_of(self.source, self.write, b"")
 
 
 class AbandonWrite(HandoffEffect, frozen=True, kw_only=True):
@@ -115,3 +122,16 @@ class HandoffEnded(HandoffEffect, frozen=True, kw_only=True):
 
 
 AnyEffect = Send | Write | AbandonWrite | Take | OpenArea | Fence | FreeArea | HandoffEnded
+
+
+def notice_of(source: Life, write: WriteId, sums: bytes) -> Landed:
+    """The notice of one write, with its part's sums."""
+    target, generation, berth, handoff, epoch, part, attempt = write
+    return Landed(
+        sender=source,
+        target=target,
+        handoff=handoff,
+        epoch=epoch,
+        generation=generation,
+        parts=(LandedPart(berth, part, attempt, sums),),
+    )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.form import Form
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 NAME_CHARS_MAX = 128
 """A longer name of a party or handoff is refused: room for a UUID with a host."""

@@ -18,7 +18,7 @@ message that is well formed in every field, or a `PeerError`; never another exce
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -41,6 +41,10 @@ TOKEN_COUNT_MAX = 1024
 """The first token and its drafts; a speculative decoder drafts tens at most."""
 ATTEMPT_COUNT_MAX = 64
 BERTH_COUNT_MAX = 1 << 16
+LANDED_COUNT_MAX = 16
+"""Parts of one notice: as many numbers fit beside the sums in what travels with a write."""
+LANDED_SUMS_MAX = 64 << 10
+"""Bytes of sums up to which parts share a notice."""
 MESSAGE_BYTES_MAX = 8 << 20
 """A claim of 2^20 parts that were spoiled 8 times has 1.2 MiB; a block table of 2^20 slots five."""
 
@@ -148,15 +152,21 @@ class Stop(HandoffMessage, frozen=True, kw_only=True, tag=True):
     """Decode rank → prefill rank: write nothing more for it. Asks for `Stopped`."""
 
 
-class Landed(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Prefill rank → decode rank: a part lies in a berth. Travels with the write itself."""
+class LandedPart(NamedTuple):
+    """One part, and where it lies."""
 
-    generation: Index
     berth: Index
     part: Index
     attempt: Index
     sums: bytes = b""
     """Of the part's cells, to verify it by; the machines do not read them."""
+
+
+class Landed(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Prefill rank → decode rank: parts lie in their berths. Travels with the write itself."""
+
+    generation: Index
+    parts: Annotated[tuple[LandedPart, ...], msgspec.Meta(max_length=LANDED_COUNT_MAX)]
 
 
 class Stopped(HandoffMessage, frozen=True, kw_only=True, tag=True):

@@ -26,15 +26,19 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from penstock.errors import InvariantViolation
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import AbandonWrite, Write
+from penstock.handoff.protocol.effects import AbandonWrite, Write, notice_of
 from penstock.handoff.protocol.grid import from_bytes
 from penstock.handoff.protocol.identity import Identity, Life, WriteId
 from penstock.handoff.protocol.party import Party, Standing
 from penstock.handoff.protocol.states import WANT_MOVES, Role, WantMove, WantState, advance
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.party import TimerKey
@@ -274,16 +278,31 @@ class PrefillRank(Party):
 
         Raises `ValueError`: no such write is under way.
         """
-        posted = Posted(observed=True, settled=self._under_way(write).settled, sums=sums)
+        return self.writes_done([(write, sums)], now)
+
+    def writes_done(self, writes: Sequence[tuple[WriteId, bytes]], now: float) -> list[AnyEffect]:
+        """Writes into one area were observed to have ended well, with the sums of each.
+
+        Raises `ValueError`: one of them is not under way; nothing has changed then.
+        """
+        for write, _ in writes:
+            self._under_way(write)
         self._start(now)
-        self.writes[write] = posted
-        self._count("parts written")
-        lane = self.lanes.get(write.target.name)
-        if posted.settled or lane is None or not lane.holds(write):
-            self._free(write)
-        else:
-            self._asked(write.target.name, write)
-        self._after_end(write)
+        self._count("parts written", len(writes))
+        for write, sums in writes:
+            settled = self.writes[write].settled
+            self.writes[write] = Posted(observed=True, settled=settled, sums=sums)
+            lane = self.lanes.get(write.target.name)
+            if settled or lane is None or not lane.holds(write):
+                self._free(write)
+            else:
+                self._asked(write.target.name, write)
+        if self.stops or self.releases:
+            for write, _ in writes:
+                self._answer_after(write)
+        target = writes[0][0].target.name
+        self._pump(target)
+        self._keep_noticing(target)
         return self.effects
 
     def write_failed(self, write: WriteId, now: float) -> list[AnyEffect]:
@@ -502,13 +521,16 @@ class PrefillRank(Party):
     # Ends of writes, and who waits for them.
 
     def _after_end(self, write: WriteId) -> None:
-        target = write.target.name
-        if (target, write.handoff) in self.stops:
-            self._answer_stop(target, write.handoff)
+        self._answer_after(write)
+        self._pump(write.target.name)
+        self._keep_noticing(write.target.name)
+
+    def _answer_after(self, write: WriteId) -> None:
+        """Answers who waits for the end of a write, if that was the last one."""
+        if (write.target.name, write.handoff) in self.stops:
+            self._answer_stop(write.target.name, write.handoff)
         if write.handoff in self.releases:
             self._answer_release(write.handoff)
-        self._pump(target)
-        self._keep_noticing(target)
 
     def _answer_stop(self, target: str, handoff: str) -> None:
         """Says that nothing more comes, once that is certain (P15)."""
@@ -637,25 +659,11 @@ class PrefillRank(Party):
             attempt = want.attempt_of(part) if want.spoiled else 0
             write = WriteId(lane.target, lane.generation, berth, handoff, want.epoch, part, attempt)
             self.writes[write] = _POSTED
-            notice = self._notice(write, b"")
-            self.effects.append(Write(write=write, grid=want.grid, notice=notice))
+            self.effects.append(Write(write=write, grid=want.grid, source=self.life))
         self.lanes[target] = lane.with_free(free)
         self.wants[target][handoff] = want.with_parts(want.have, posted, want.ready)
 
     # Notices.
-
-    def _notice(self, write: WriteId, sums: bytes) -> msg.Landed:
-        return msg.Landed(
-            sender=self.life,
-            target=write.target,
-            handoff=write.handoff,
-            epoch=write.epoch,
-            generation=write.generation,
-            berth=write.berth,
-            part=write.part,
-            attempt=write.attempt,
-            sums=sums,
-        )
 
     def _unanswered(self, target: str) -> list[WriteId]:
         """Writes whose notice, or the answer to it, may be lost."""
@@ -681,9 +689,13 @@ class PrefillRank(Party):
             self.timers.pop(timer, None)
 
     def _notice_again(self, target: str) -> None:
+        notices = []
         for write in sorted(self._unanswered(target)):
-            self._send(self._notice(write, self.writes[write].sums))
+            notice = notice_of(self.life, write, self.writes[write].sums)
+            notices.append((notice, 0))  # Its bytes are there.
             self._asked_again(target, write)
+        for notice in join_notices(notices, bytes_max=0):
+            self._send(notice)
         lane = self.lanes.get(target)
         if lane is not None and lane.poisoned:
             self._send_poisoned(target)
@@ -736,3 +748,37 @@ class PrefillRank(Party):
         for key in [key for key in self.stops if key[0] == name]:
             del self.stops[key]
         self._disarm(("notice", name))
+
+
+def join_notices(notices: Iterable[tuple[msg.Landed, int]], *, bytes_max: int) -> list[msg.Landed]:
+    """The same parts in fewer notices, each with about the bytes of its parts at most.
+
+    A notice comes after all of its bytes: where they are many, their target begins later.
+    """
+    found: list[msg.Landed] = []
+    latest: dict[tuple[Life, int, str, int], tuple[int, int]] = {}
+    for notice, size in notices:
+        about = notice.target, notice.generation, notice.handoff, notice.epoch
+        at, before = latest.get(about, (-1, 0))
+        if at >= 0 and before + size <= bytes_max and _fit(found[at].parts, notice.parts):
+            found[at] = msgspec.structs.replace(found[at], parts=(*found[at].parts, *notice.parts))
+            latest[about] = at, before + size
+        else:
+            latest[about] = len(found), size
+            found.append(notice)
+    return found
+
+
+def _fit(parts: tuple[msg.LandedPart, ...], others: tuple[msg.LandedPart, ...]) -> bool:
+    both = (*parts, *others)
+    sums = sum([len(part.sums) for part in both])
+    return len(both) <= msg.LANDED_COUNT_MAX and sums <= msg.LANDED_SUMS_MAX
+
+
+def writes_of(notice: msg.Landed) -> list[tuple[WriteId, bytes]]:
+    """The writes that a notice speaks of, with their sums."""
+    about = notice.target, notice.generation
+    return [
+        (WriteId(*about, berth, notice.handoff, notice.epoch, part, attempt), sums)
+        for berth, part, attempt, sums in notice.parts
+    ]
