@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import ConfigError, PeerError, UnavailableError
@@ -225,8 +226,13 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             or len(machine.takes) * KEPT_BACK >= machine.settings.bounds.berth_count
         ):
             return True
-        takes = {(take.handoff, take.epoch) for take in machine.takes.values()}
-        return any(machine.collections[key].waits_for_moves for key in takes)
+        seen = set()
+        for take in machine.takes.values():
+            key = (take.handoff, take.epoch)
+            if key not in seen and machine.collections[key].waits_for_moves:
+                return True
+            seen.add(key)
+        return False
 
     def _taken(self, takes: list[Take]) -> None:
         """Parts are in their slots: their sources get the berths back, in one claim each."""
@@ -280,8 +286,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
                 del self._claims[at]  # Nobody can write to an area that is not there.
         super()._send_claims()
         if self._kept_back:
-            waiting = {name for name, _ in self._held}
-            for name in self._kept_back.keys() - waiting:
+            for name in self._kept_back.keys() - map(itemgetter(0), self._held):
                 del self._kept_back[name]
 
     # What is expected.

@@ -157,7 +157,11 @@ class Collection(NamedTuple):
 
     def with_source(self, changed: SourceState) -> Collection:
         """After something of a source has changed."""
-        sources = tuple([changed if each.name == changed.name else each for each in self.sources])
+        sources: tuple[SourceState, ...] = (changed,)
+        if len(self.sources) > 1:
+            sources = tuple(
+                [changed if each.name == changed.name else each for each in self.sources]
+            )
         return Collection(self.state, sources, self.scheduler, self.why, self.poison_count)
 
 
@@ -189,7 +193,7 @@ class DecodeRank(Party):
         Raises `ValueError`: one of them is not under way, or is named twice; nothing has changed
         then.
         """
-        berths = [self._berth_under_way(take) for take in takes]
+        berths = [*map(self._berth_under_way, takes)]
         if len({*berths}) < len(berths):
             raise ValueError(f"{len(berths)} takes name a berth twice")
         self._start(now)
