@@ -171,9 +171,9 @@ def test_a_peer_is_silent_as_long_as_the_configuration_says() -> None:
     named = read_settings({"config": f"{TOML}[handoff]\nsuspect_s = 7"}, failure_policy="recompute")
     default = read_settings({"config": TOML}, failure_policy="recompute")
 
-    assert named.handoff.times.suspect_s == 7
+    assert named.handoff("cpu").times.suspect_s == 7
     # A first step on a CPU may hold the interpreter's lock longer than five seconds.
-    assert default.handoff.times.suspect_s == 20
+    assert default.handoff("cuda").times.suspect_s == 20
 
 
 def test_times_of_handoffs_that_do_not_fit_each_other_are_refused() -> None:

@@ -28,6 +28,8 @@ from penstock_serve.server.server_socket import listen
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    from penstock import HandoffBounds
+
 FILE = """
 version = 1
 model.name = "of-the-file"
@@ -435,3 +437,14 @@ def test_the_settings_of_the_file_reach_both_instances(model_folder: Path) -> No
     assert [each.bounds.berth_bytes for each in found] == [1 << 20] * 2
     assert [each.bounds.berth_count for each in found] == [8, 8]
     assert handoff_settings(config, "cuda").bounds.berth_count == 32
+
+
+def test_parts_are_larger_on_a_gpu_and_a_berth_of_no_size_is_refused(model_folder: Path) -> None:
+    def bounds(device: str, handoff: str = "") -> HandoffBounds:
+        text = HANDOFF.format(folder=model_folder, handoff=handoff)
+        return handoff_settings(parse_config(text), device).bounds
+
+    assert (bounds("cpu").berth_bytes, bounds("cpu").berth_count) == (4 << 20, 8)
+    assert (bounds("cuda").berth_bytes, bounds("cuda").berth_count) == (16 << 20, 8)
+    with pytest.raises(ConfigError, match=r"handoff.berth_bytes: is 100, must be at least 4096"):
+        bounds("cpu", "berth_bytes = 100")

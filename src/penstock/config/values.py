@@ -359,10 +359,11 @@ class HandoffTable:
     """A peer that was silent so long is asked whether it is there."""
     suspect_s: _Seconds = 20.0
     """A peer that was silent so long is suspected."""
-    berth_bytes: Annotated[int, Bytes(minimum=4_096, maximum=1 << 30)] = 4 << 20
-    """The largest part of a prompt that travels at once; a block of one layer must fit."""
+    berth_bytes: Annotated[int, Bytes(minimum=0, maximum=1 << 30)] = 0
+    """The largest part of a prompt that travels at once, 4 KiB or more; a block of one layer must
+    fit. 0: 4 MiB on CPUs, 16 MiB on GPUs."""
     berth_count: Annotated[int, Whole(minimum=0, maximum=1_024)] = 0
-    """Parts under way between two ranks; 0: 8 on CPUs, 32 on GPUs."""
+    """Parts under way between two ranks; 0: 8 (16 in vLLM on CPUs)."""
     landing_bytes_max: _Memory = 4 << 30
     """Memory of a decode rank for parts that arrive."""
     retired_bytes_max: _Memory = 1 << 30

@@ -47,8 +47,6 @@ ENGINE_MODEL = "the engine's model"
 """Stands for the name of the model in a configuration that was read and not yet completed."""
 HOST_TIER = "host"
 DISK_TIER = "disk"
-BERTHS, BERTHS_ON_GPU = 8, 32
-"""A GPU computes a prompt in a tenth of a second, and takes parts between the steps of others."""
 
 
 def load_engine_config(path: str | Path) -> Config:
@@ -190,5 +188,4 @@ def handoff_settings(config: Config, device: str) -> HandoffSettings:
 
     Raises `ConfigError`: they do not fit each other; it names the key.
     """
-    berths = BERTHS if device == "cpu" else BERTHS_ON_GPU
-    return HandoffSettings.of_table(config.handoff or HandoffTable(), berth_count=berths)
+    return HandoffSettings.of_table(config.handoff or HandoffTable(), on_gpu=device != "cpu")

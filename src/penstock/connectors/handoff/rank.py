@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 PROMPTS_MAX = 4096
 """Prompts whose progress is kept; as many as a scheduler can have under way."""
-LOOK_S = 0.0005
+LOOK_S = 0.001
 """While events of the device are not reached, they are looked at again after this."""
 
 RankSide = PrefillHandoffRank | DecodeHandoffRank

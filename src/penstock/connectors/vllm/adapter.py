@@ -197,6 +197,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(f"{WHERE}.layerwise", refused)
         if settings.hands_over and (refused := self._engine.why_not_handoff()):
             raise ConfigError("kv_role", f"is {transfer.kv_role!r}, must be left out: {refused}")
+        self._handoff_settings = settings.handoff(self._engine.device)
         self._config = self._engine.fit_config(settings.config, layerwise=self._layerwise)
 
     def _run_without(self, why: str) -> None:
@@ -282,7 +283,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights=config.model.weights_version,
             version=translation.version_of(self._engine),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-            settings=self._settings.handoff,
+            settings=self._handoff_settings,
         )
         self._handoffs = HandoffRequests(
             HandoffThread(self._engine.name, handoffs),
@@ -525,7 +526,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Also the threads of ZeroMQ, which starts them with the first socket.
             with engine_cores():
                 handoffs = RankSides(
-                    name, self._engine.rank, self._handed_tiers, layers, self._settings.handoff
+                    name, self._engine.rank, self._handed_tiers, layers, self._handoff_settings
                 )
                 self._facts.handoff = handoffs.addresses
                 self._rank_handoffs = handoffs

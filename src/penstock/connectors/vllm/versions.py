@@ -44,7 +44,7 @@ from penstock.connectors.base.settings import (
     require_known,
 )
 from penstock.errors import ConfigError, UnavailableError
-from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
+from penstock.handoff.protocol.settings import HandoffSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +62,8 @@ ROLES = (ROLE, PRODUCER, CONSUMER)
 RECOMPUTE = "recompute"
 FAIL = "fail"
 """vLLM's policies for what could not be loaded; `FAIL` is its default."""
+BERTHS = 16
+"""Parts that are under way at a time on CPUs, where vLLM's threads leave little time for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,6 @@ class ConnectorSettings:
     """The settings of the connector."""
 
     config: Config
-    handoff: HandoffSettings
-    """Times and bounds of handoffs."""
     layerwise: bool = False
     prefills: bool = False
     """Whether it computes prompts for other engines."""
@@ -81,6 +81,14 @@ class ConnectorSettings:
     def hands_over(self) -> bool:
         """Whether it takes part in handoffs."""
         return self.prefills or self.decodes
+
+    def handoff(self, device: str) -> HandoffSettings:
+        """Times and bounds of handoffs on a device.
+
+        Raises `ConfigError`: they do not fit each other.
+        """
+        table = self.config.handoff or HandoffTable()
+        return HandoffSettings.of_table(table, on_gpu=device != "cpu", berths_on_cpu=BERTHS)
 
 
 def read_settings(
@@ -103,15 +111,14 @@ def read_settings(
     asks_any_version(extra)
     both = read_flag(extra, "handoff", WHERE) and role == ROLE
     config = read_config(extra, WHERE)
-    return ConnectorSettings(
+    settings = ConnectorSettings(
         config=config,
         layerwise=read_flag(extra, "layerwise", WHERE),
         prefills=both or role == PRODUCER,
         decodes=both or role == CONSUMER,
-        handoff=HandoffSettings.of_table(
-            config.handoff or HandoffTable(), berth_count=HandoffBounds().berth_count
-        ),
     )
+    settings.handoff("cpu")  # Refuses times that do not fit, whatever the device.
+    return settings
 
 
 def asks_any_version(extra: Mapping[str, object]) -> bool:

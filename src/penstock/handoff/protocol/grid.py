@@ -138,14 +138,14 @@ def cut(
     cell_bytes: int,
     block_tokens: int,
     berth_bytes: int,
-    part_bytes_min: int = PART_BYTES_MIN,
+    part_bytes_min: int | None = None,
     part_tokens: int | None = None,
 ) -> Grid:
     """Cuts what one rank owes another into parts that fit a berth.
 
     A part is one layer, so that it can leave as soon as the layer is computed; blocks are split
-    where a layer does not fit, or is computed in several steps, and layers are put together where
-    one alone would be tiny.
+    where a layer does not fit, or is computed in several steps, and layers are put together up to
+    `part_bytes_min`: a quarter of a berth where that is left out, `PART_BYTES_MIN` at least.
     Raises `ValueError`: one block of one layer does not fit a berth, or something is empty.
     """
     if not layers or not blocks or cell_bytes < 1 or block_tokens < 1:
@@ -156,6 +156,8 @@ def cut(
     if part_tokens is not None:
         part_blocks = min(part_blocks, max(1, part_tokens // block_tokens))
     layer_bytes = part_blocks * cell_bytes
+    if part_bytes_min is None:
+        part_bytes_min = max(PART_BYTES_MIN, berth_bytes // 4)
     wished = -(-min(part_bytes_min, berth_bytes) // layer_bytes)
     part_layers = max(1, min(wished, berth_bytes // layer_bytes, len(layers)))
     return Grid(

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from penstock.config import HandoffTable
 
+BERTH_BYTES, GPU_BERTH_BYTES = 4 << 20, 16 << 20
+"""Pieces of 4 MiB reach a link's full speed. A part costs each side a tenth of a millisecond of
+Python and more, whatever its size: within a GPU 16 MiB travel in less."""
+GPU_AREA_BYTES = 128 << 20
+"""Parts that wait on a GPU, where an engine takes them between its steps."""
+BERTHS = 8
+BERTH_BYTES_MIN = 4096
 RESEND_GROWTH_MIN = 8
 """A resend must be able to wait this many times longer than the first: peers may be slow."""
 
@@ -78,8 +85,8 @@ class HandoffTimes:
 class HandoffBounds:
     """How much the parties hold, and how often they try."""
 
-    berth_bytes: int = 4 << 20
-    """Bytes of a berth: the largest part. Pieces of 4 MiB reach a link's full speed."""
+    berth_bytes: int = BERTH_BYTES
+    """Bytes of a berth: the largest part."""
     berth_count: int = 16
     """Berths of a landing area: `berth_count * berth_bytes` is a peer's credit."""
     landing_bytes_max: int = 4 << 30
@@ -142,19 +149,28 @@ class HandoffSettings:
                 raise ConfigError(name, f"is a {type(found).__name__}, must be {kind.__name__}")
 
     @classmethod
-    def of_table(cls, table: HandoffTable, *, berth_count: int) -> HandoffSettings:
-        """Those of a `[handoff]` table; `berth_count` holds where the table leaves it open.
+    def of_table(
+        cls, table: HandoffTable, *, on_gpu: bool, berths_on_cpu: int = BERTHS
+    ) -> HandoffSettings:
+        """Those of a `[handoff]` table; where it leaves the berths open, what fits the device.
 
         Raises `ConfigError`: they do not fit each other; it names the key.
         """
+        if 0 < table.berth_bytes < BERTH_BYTES_MIN:
+            raise ConfigError(
+                "handoff.berth_bytes",
+                f"is {table.berth_bytes}, must be at least {BERTH_BYTES_MIN}, or 0 for the default",
+            )
+        berth_bytes = table.berth_bytes or (GPU_BERTH_BYTES if on_gpu else BERTH_BYTES)
+        berths = max(BERTHS, min(32, GPU_AREA_BYTES // berth_bytes)) if on_gpu else berths_on_cpu
         try:
             return cls(
                 times=HandoffTimes(
                     **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
                 ),
                 bounds=HandoffBounds(
-                    berth_bytes=table.berth_bytes,
-                    berth_count=table.berth_count or berth_count,
+                    berth_bytes=berth_bytes,
+                    berth_count=table.berth_count or berths,
                     landing_bytes_max=table.landing_bytes_max,
                     retired_bytes_max=table.retired_bytes_max,
                 ),
