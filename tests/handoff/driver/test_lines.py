@@ -93,6 +93,33 @@ def test_a_line_that_opens_while_it_is_waited_for_wakes_the_waiter(stack: ExitSt
     assert far.opened() == ["scheduler"]
 
 
+def test_a_quiet_listener_is_hardly_asked_and_lets_the_next_caller_in(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = listening(stack)
+    far = dialling(stack, near.address)
+    until(lambda: near.opened() == ["rank"], near, far)
+    asked = 0
+    accept = Listener.accept
+
+    def count(listener: Listener) -> object:
+        nonlocal asked
+        asked += 1
+        return accept(listener)
+
+    until(lambda: not near.waitables, near, far)
+    monkeypatch.setattr(Listener, "accept", count)
+    for _ in range(100):
+        near.receive()
+    idle = asked
+    far.close()
+    again = dialling(stack, near.address)
+    until(lambda: near.opened() == ["rank"], near, again)
+
+    assert idle < 10  # ZeroMQ may wake it up a few times without need.
+    assert asked > 0
+
+
 def test_a_stranger_is_counted_and_not_heard(stack: ExitStack) -> None:
     near = listening(stack)
     stranger = dial(near.address, name="stranger")
