@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvariantViolation
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
+from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Send, Take
 from penstock.handoff.protocol.grid import to_bytes
 from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.states import (
@@ -480,20 +480,19 @@ class DecodeRank(Party):
             source = source._replace(claimed=area.peer.incarnation)
             self.collections[key] = collection.with_source(source)
         bounds = self.settings.bounds
-        self._send(
-            msg.Claim(
-                sender=self.life,
-                target=area.peer,
-                handoff=key[0],
-                epoch=key[1],
-                generation=area.generation,
-                berth_count=bounds.berth_count,
-                berth_bytes=bounds.berth_bytes,
-                grid=source.grid,
-                have=to_bytes(source.have),
-                spoiled=tuple([to_bytes(each) for each in source.bad]) if source.bad else (),
-            )
+        claim = msg.Claim(
+            sender=self.life,
+            target=area.peer,
+            handoff=key[0],
+            epoch=key[1],
+            generation=area.generation,
+            berth_count=bounds.berth_count,
+            berth_bytes=bounds.berth_bytes,
+            grid=source.grid,
+            have=to_bytes(source.have),
+            spoiled=tuple([to_bytes(each) for each in source.bad]) if source.bad else (),
         )
+        self.effects.append(Send(message=claim))
 
     def _after_takes(self, key: Key, name: str, count: int = 1, *, complete: bool = False) -> None:
         """Moves have ended: the source gets its credit back, and we see how far we are."""

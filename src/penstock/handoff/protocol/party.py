@@ -82,6 +82,8 @@ class RoundTrip(NamedTuple):
     def answered(self, question: Hashable, now: float, times: HandoffTimes) -> RoundTrip:
         """After the answer to a question came."""
         if self.question is None or question != self.question:
+            if self.heard and question != self.overdue:
+                return self  # As most: it says nothing about the wait.
             return self._answered_unmeasured(question, now, times)
         sample_s = now - self.asked_at
         if self.mean_s is None:
