@@ -28,21 +28,28 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.__main__ import main as run_store
-from penstock.store.base import EndedJob, GoneBlocks, LoadJob, Page, SaveJob, TierState
+from penstock.store.base import (
+    EndedJob,
+    FoundBlocks,
+    GoneBlocks,
+    LoadJob,
+    Page,
+    SaveJob,
+    StoreTier,
+    TierState,
+)
 from penstock.store.process import server
 from penstock.store.process.messages import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.store.base import MappedArena, NewGeneration, Space
+    from penstock.store.base import FindJob, MappedArena, Space
     from penstock.store.process.messages import StoreTierConfig
     from penstock.vocabulary.keys import Key
 
 Identity = tuple["Space", bytes, "Key"]
 
 
-class MemoryTier:
+class MemoryTier(StoreTier):
     """Keeps at most `size_bytes` of blocks; the oldest give way."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
@@ -75,8 +82,12 @@ class MemoryTier:
         ended, self._ended = self._ended, []
         return ended
 
-    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
-        return [(space, part, key) in self._blocks for key in keys]
+    def find(self, job: FindJob) -> FoundBlocks:
+        parts = [arena.part for arena in job.arenas]
+        present = [
+            all((job.space, part, key) in self._blocks for part in parts) for key in job.keys
+        ]
+        return FoundBlocks(job.ticket, present)
 
     def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
         mine = [each for each in reversed(self._blocks) if each[:2] == (space, part)]
@@ -96,9 +107,6 @@ class MemoryTier:
     def void(self, name: bytes) -> int:
         self._generations[name] = self.generation(name) + 1
         return self._generations[name]
-
-    def take_generations(self) -> list[NewGeneration]:
-        return []
 
     def expect(self, name: bytes, generation: int) -> None:
         self._generations[name] = max(generation, self.generation(name))

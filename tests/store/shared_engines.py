@@ -145,7 +145,7 @@ class Engine:
         """How many leading blocks are there."""
         self._ticket += 1
         ticket = self._ticket
-        self.tier.seek(FindJob(ticket, self.arenas, self.space, keys))
+        self.tier.find(FindJob(ticket, self.arenas, self.space, keys))
         found = self._wait(
             lambda: next((each for each in self.tier.take_found() if each.ticket == ticket), None)
         )

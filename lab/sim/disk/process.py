@@ -454,11 +454,11 @@ class DiskProcess:
             if tier.generation(name) < before:
                 raise SimulationError("store", f"generation {before} was forgotten")
         for digest, identity in list(self.truth.acknowledged.items()):
-            space, part, key = identity
+            space, _, key = identity
             if space.generation != tier.generation(space.name):
                 del self.truth.acknowledged[digest]
                 continue
-            if tier.find(space, part, [key])[0]:
+            if digest in tier.pool.index and not tier.reads_off:
                 continue
             place = self.truth.places.get(digest)
             spoilt = place is not None and self.disk.is_spoilt(*place)

@@ -343,7 +343,7 @@ class SharedWorld:
         self.events["find"] += 1
         job = FindJob(self._ticket, engine.arenas, engine.space, keys, first)
         engine.questions[self._ticket] = (job, self.now)
-        engine.tier.seek(job)
+        engine.tier.find(job)
         return self._ticket
 
     def _cancel(self) -> None:

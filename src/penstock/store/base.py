@@ -17,9 +17,10 @@ A job is one rank's part of an operation. The rules:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -203,49 +204,68 @@ class TierState(
     was there before counts as voided."""
 
 
-class StoreTier(Protocol):
+class StoreTier(ABC):
     """A tier of the store process."""
 
-    @property
-    def descriptor(self) -> int:
-        """Readable while `collect`, `take_gone` or `state` have something new."""
-        ...
+    descriptor: int
+    """Readable while `collect`, `take_gone`, `take_found` or `state` have something new."""
 
+    def attach(self, name: bytes, arenas: Sequence[MappedArena]) -> None:  # noqa: B027
+        """An engine with these ranks uses a space from now on; each part once."""
+
+    def detach(self, arena: MappedArena) -> None:  # noqa: B027
+        """An arena is unmapped next; no job uses it."""
+
+    @abstractmethod
     def save(self, job: SaveJob) -> None:
         """Takes a job in. With too many in hand it is reported as dropped: `UNREADABLE` faults."""
-        ...
 
+    @abstractmethod
     def load(self, job: LoadJob) -> None:
         """Takes a job in; loads go before saves."""
-        ...
 
+    @abstractmethod
     def cancel(self, ticket: int) -> None:
         """Ends a save or a load early, if it can; it is reported all the same."""
-        ...
 
+    @abstractmethod
     def collect(self) -> list[EndedJob]:
         """The jobs that have ended since the last call."""
-        ...
 
-    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
-        """Which blocks are there, as far as is known yet."""
-        ...
+    @abstractmethod
+    def find(self, job: FindJob) -> FoundBlocks | None:
+        """Which blocks are there, as far as is known yet.
 
-    def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
+        `None`: somebody else keeps them and is asked; `take_found` has the answer, within a bounded
+        time.
+        """
+
+    def take_found(self) -> list[FoundBlocks]:
+        """The answers since the last call to what was asked."""
+        return []
+
+    def page(
+        self,
+        space: Space,  # noqa: ARG002 - A tier that has to ask lists nothing.
+        part: bytes,  # noqa: ARG002
+        cursor: int | None,  # noqa: ARG002
+        limit: int,  # noqa: ARG002
+    ) -> Page:
         """A page of the blocks that are there; begins with `None`."""
-        ...
+        return Page([], [], None)
 
     def take_gone(self) -> list[GoneBlocks]:
         """The blocks that were given up since the last call."""
-        ...
+        return []
 
+    @abstractmethod
     def generation(self, name: bytes) -> int | None:
         """The generation of a space that counts now; it survives restarts.
 
         `None`: it is not known yet; `take_generations` says when it is.
         """
-        ...
 
+    @abstractmethod
     def void(self, name: bytes) -> int | None:
         """Begins a new generation: no block of an earlier one is found again. Returns it.
 
@@ -255,54 +275,28 @@ class StoreTier(Protocol):
             UnavailableError: it counts for this process, but would not outlive it. Ask again when
                 the tier is on.
         """
-        ...
+
+    def void_anew(self, name: bytes) -> None:  # noqa: B027
+        """Another reset, while one is in hand: what was written since the first is void too."""
 
     def take_generations(self) -> list[NewGeneration]:
         """Generations that became known or have changed since the last call.
 
         Not those that `void` has returned.
         """
-        ...
+        return []
 
+    @abstractmethod
     def expect(self, name: bytes, generation: int) -> None:
         """An engine knows of this generation of a space: none of before it may count again.
 
         Where what counts now did not come after it, another one begins; until then `generation`
         may be unknown.
         """
-        ...
 
+    @abstractmethod
     def state(self) -> TierState: ...
 
+    @abstractmethod
     def close(self, *, deadline: float) -> None:
         """Ends what is in hand, syncs, and gives everything back by `deadline`."""
-        ...
-
-
-@runtime_checkable
-class AskedTier(StoreTier, Protocol):
-    """A tier that does not know what it has: somebody else keeps it, for many engines.
-
-    `page` has nothing, and `find` knows what was found or saved just now. Who wants to know asks,
-    and the answer takes a while.
-    """
-
-    def attach(self, name: bytes, arenas: Sequence[MappedArena]) -> None:
-        """An engine with these ranks uses a space from now on; each part once."""
-        ...
-
-    def detach(self, arena: MappedArena) -> None:
-        """An arena is unmapped next; no job uses it."""
-        ...
-
-    def seek(self, job: FindJob) -> None:
-        """Asks; the answer comes from `take_found`, within a bounded time."""
-        ...
-
-    def take_found(self) -> list[FoundBlocks]:
-        """The answers since the last call."""
-        ...
-
-    def void_anew(self, name: bytes) -> None:
-        """Another reset, while one is in hand: what was written since the first is void too."""
-        ...

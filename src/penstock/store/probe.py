@@ -23,7 +23,6 @@ from msgspec import structs
 from penstock.errors import UnavailableError
 from penstock.store.base import (
     DIGEST_BYTES,
-    AskedTier,
     FindJob,
     LoadJob,
     MappedArena,
@@ -197,8 +196,7 @@ class TierProbe:
             blobs.close()
 
     def _generation(self) -> int:
-        if isinstance(self._tier, AskedTier):
-            self._tier.attach(self._name, [self._arena])
+        self._tier.attach(self._name, [self._arena])
         for _ in self._until("its generation"):
             found = self._tier.generation(self._name)
             if found is not None:
@@ -282,12 +280,12 @@ class TierProbe:
         return keys
 
     def _ask(self, keys: Sequence[Key]) -> None:
-        if not isinstance(self._tier, AskedTier):
-            return
         began = time.perf_counter()
         self._ticket += 1
         assert self._space is not None
-        self._tier.seek(FindJob(self._ticket, [self._arena], self._space, keys[:1]))
+        job = FindJob(self._ticket, [self._arena], self._space, keys[:1])
+        if self._tier.find(job) is not None:
+            return
         for _ in self._until("the answer"):
             if self._tier.take_found():
                 self.asks.append(time.perf_counter() - began)

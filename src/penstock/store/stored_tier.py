@@ -34,7 +34,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.movers.packing import PackedSums
-from penstock.store.base import EndedJob
+from penstock.store.base import EndedJob, StoreTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,7 @@ class SumsOfArenas:
 TaskT = TypeVar("TaskT")
 
 
-class StoredTier(Generic[TaskT]):
+class StoredTier(StoreTier, Generic[TaskT]):
     """The jobs, threads and state of a tier, whatever it is stored in."""
 
     off_line = "%s is off: %s; next try after %s"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PenstockError, UnavailableError
-from penstock.store.base import GoneBlocks, NewGeneration, Page, SaveJob, Space, TierState
+from penstock.store.base import FoundBlocks, GoneBlocks, NewGeneration, Page, SaveJob, TierState
 from penstock.store.disk.folder import DiskFolder, Generations
 from penstock.store.disk.index import digests_of
 from penstock.store.disk.io import (
@@ -55,12 +55,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from penstock.store.base import LoadJob
+    from penstock.store.base import FindJob, LoadJob, Space
     from penstock.store.disk.format import DiskCipher
     from penstock.store.disk.index import DiskSegment
     from penstock.store.disk.threads import SegmentToSync
     from penstock.store.stored_tier import JobInHand, RunOfBlocks
-    from penstock.vocabulary.keys import Key
 
 logger = logging.getLogger(__name__)
 
@@ -376,12 +375,12 @@ class DiskTier(StoredTier[DiskTask]):
             self.settle()
         return gone
 
-    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
-        digests = digests_of(space, part, keys)
+    def find(self, job: FindJob) -> FoundBlocks:
+        digests = [digests_of(job.space, arena.part, job.keys) for arena in job.arenas]
         with self.lock:
-            if self.reads_off:
-                return [False] * len(keys)
-            return [digest in self.pool.index for digest in digests]
+            on, index = not self.reads_off, self.pool.index
+            there = [[on and digest in index for digest in each] for each in digests]
+        return FoundBlocks(job.ticket, list(map(all, zip(*there, strict=True))))
 
     def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
         try:

@@ -31,14 +31,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
-from penstock.store.base import (
-    AskedTier,
-    LoadJob,
-    MappedArena,
-    NewGeneration,
-    SaveJob,
-    Space,
-)
+from penstock.store.base import LoadJob, MappedArena, NewGeneration, SaveJob, Space
 from penstock.store.process.messages import (
     PAGE_KEYS_MAX,
     AbandonRequest,
@@ -416,7 +409,7 @@ class StoreServer:
         if arena.offered or arena.jobs:
             return
         for slot in self._slots:
-            if isinstance(slot.tier, AskedTier):
+            if slot.tier is not None:
                 slot.tier.detach(arena.mapped)
         arena.mapped.host.close()
 
@@ -490,7 +483,7 @@ class StoreServer:
             session.answer(OwnerWaiting(short(why)))
 
     def _attach(self, owner: OwnerState, slot: TierSlot) -> None:
-        if isinstance(slot.tier, AskedTier):
+        if slot.tier is not None:
             slot.tier.attach(owner.hello.space, self._mapped(owner))
 
     def _mapped(self, owner: OwnerState) -> list[MappedArena]:
@@ -566,8 +559,7 @@ class StoreServer:
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
         for new in slot.tier.take_generations():
             self._learn_generation(slot, new)
-        if isinstance(slot.tier, AskedTier):
-            self._questions.answer(slot.tier.take_found())
+        self._questions.answer(slot.tier.take_found())
 
     def _report_job(self, ended: EndedJob) -> None:
         job = self._jobs.pop(ended.ticket)

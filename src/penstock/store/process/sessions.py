@@ -9,9 +9,8 @@ the process that serves: whoever holds it may replace a socket that a dead proce
 Answers are collected while requests are carried out, and leave together, in frames of bounded
 size.
 
-Tiers that know what they have are answered for at once. Those that have to ask (`AskedTier`) answer
-later: a find when the tier has the answer, the first page when the tier knows which generation of
-the space counts.
+Tiers that know what they have answer at once. Those that have to ask answer later: a find when the
+tier has the answer, the first page when the tier knows which generation of the space counts.
 
 The rules:
 
@@ -33,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PeerError, UnavailableError
-from penstock.store.base import AskedTier, FindJob, Space
+from penstock.store.base import FindJob, Space
 from penstock.store.process.messages import (
     FRAME_BYTES_MAX,
     IN_ANOTHER_FORM,
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from penstock.store.process.tier_slots import TierSlot
     from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
     from penstock.transport.unix_sockets import Packet, SocketPeer
-    from penstock.vocabulary.keys import Key
 
 
 BACKLOG = 128
@@ -454,16 +452,15 @@ class StoreQuestions:
     ) -> None:
         """Answers which blocks are there, or has a tier ask under `ticket`."""
         keys, slot = split_keys(request.keys), owner.slot(request.tier)
-        if not isinstance(slot.tier, AskedTier) or owner.why_not(request.tier):
-            found = _present(owner, request.tier, arenas, keys)
-            session.answer(FindAnswer(request.number, bytes(found)))
-            return
-        if len(self._finds) >= FINDS_MAX:
-            session.answer(FindAnswer(request.number, bytes(len(keys))))
-            return
-        self._finds[ticket] = _Find(session, request.number)
-        space = _space(owner, request.tier)
-        slot.tier.seek(FindJob(ticket, arenas, space, keys, request.first))
+        present: Sequence[bool] = [False] * len(keys)
+        if len(self._finds) < FINDS_MAX and slot.tier and not owner.why_not(request.tier):
+            space = _space(owner, request.tier)
+            found = slot.tier.find(FindJob(ticket, arenas, space, keys, request.first))
+            if found is None:
+                self._finds[ticket] = _Find(session, request.number)
+                return
+            present = found.present
+        session.answer(FindAnswer(request.number, bytes(present)))
 
     def answer(self, found: Sequence[FoundBlocks]) -> None:
         """Passes answers of a tier on."""
@@ -490,18 +487,14 @@ class StoreQuestions:
             return
         space = _space(owner, request.tier)
         page = slot.tier.page(space, arenas[0].part, request.cursor, request.limit)
-        keys = list(page.keys)
-        there = _present(owner, request.tier, arenas, keys)
-        kept = [at for at, present in enumerate(there) if present]
-        parents = [page.parents[at] for at in kept]
-        session.answer(
-            PageAnswer(
-                request.tier,
-                b"".join([keys[at] for at in kept]),
-                join_parents(parents, len(kept)),
-                page.cursor,
-            )
-        )
+        kept: list[int] = []
+        if page.keys and not owner.why_not(request.tier):
+            found = slot.tier.find(FindJob(0, arenas, space, page.keys))
+            assert found is not None, "what lists its blocks knows them"
+            kept = [at for at, present in enumerate(found.present) if present]
+        keys = b"".join([page.keys[at] for at in kept])
+        parents = join_parents([page.parents[at] for at in kept], len(kept))
+        session.answer(PageAnswer(request.tier, keys, parents, page.cursor))
 
     def take_pages(self) -> list[tuple[ClientSession, PageRequest]]:
         """The pages that wait for a generation; they are to be asked for again."""
@@ -515,18 +508,3 @@ def _space(owner: OwnerState, tier: int) -> Space:
     generation = slot.tier.generation(owner.hello.space)
     assert generation is not None
     return Space(owner.hello.space, generation)
-
-
-def _present(
-    owner: OwnerState, tier: int, arenas: Sequence[MappedArena], keys: list[Key]
-) -> list[bool]:
-    """Which blocks are there on every rank."""
-    slot = owner.slot(tier)
-    if slot.tier is None or owner.why_not(tier):
-        return [False] * len(keys)
-    space = _space(owner, tier)
-    found = [True] * len(keys)
-    for arena in arenas:
-        there = slot.tier.find(space, arena.part, keys)
-        found = [both and one for both, one in zip(found, there, strict=True)]
-    return found

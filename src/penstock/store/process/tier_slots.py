@@ -31,7 +31,7 @@ from penstock.config.shared_stores import (
 )
 from penstock.errors import ConfigError, PenstockError, UnavailableError, install_hint
 from penstock.extensions import OTHER_STORES
-from penstock.store.base import OPENING, AskedTier, StoreTier, TierState
+from penstock.store.base import OPENING, StoreTier, TierState
 from penstock.store.clients.blobs import BlobStore
 from penstock.store.disk.format import load_cipher
 from penstock.store.disk.tier import DiskTier
@@ -226,7 +226,7 @@ class TierSlot:
 
     def void(self, name: bytes) -> int | None:
         """Begins a new generation of a space; `None`: `settle_voids` returns it later."""
-        if name in self._voids and isinstance(self.tier, AskedTier):
+        if name in self._voids and self.tier is not None:
             self.tier.void_anew(name)
         return self._try_void(name)
 

@@ -27,7 +27,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
-from penstock.store.base import FoundBlocks, NewGeneration, Page, TierState
+from penstock.store.base import FoundBlocks, NewGeneration, TierState
 from penstock.store.shared.generations import (
     USED_S,
     KnownGenerations,
@@ -48,7 +48,7 @@ from penstock.store.stored_tier import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.store.base import FindJob, GoneBlocks, LoadJob, MappedArena, SaveJob, Space
+    from penstock.store.base import FindJob, LoadJob, MappedArena, SaveJob, Space
     from penstock.store.clients.blobs import BlobStore, BlobStoreError
     from penstock.store.shared.values import Gathering
     from penstock.vocabulary.keys import Key
@@ -178,7 +178,7 @@ class SharedTier(StoredTier[Question | RunOfBlocks]):
             if job is not None:
                 self.drop_runs(job)
 
-    def seek(self, job: FindJob) -> None:
+    def find(self, job: FindJob) -> None:
         own = EngineGeometry.of(job.arenas).names
         now = self.clock()
         with self.lock:
@@ -208,29 +208,6 @@ class SharedTier(StoredTier[Question | RunOfBlocks]):
             changed, self.changed = self.changed, {}
             self.settle()
             return list(changed.values())
-
-    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
-        now = self.clock()
-        with self.lock:
-            use = self.spaces.get(space.name)
-            owns = [
-                own
-                for own, arenas in (use.own.items() if use else ())
-                if any(arena.part == part for arena in arenas)
-            ]
-            return [any(self.is_known(space, own, key, now) for own in owns) for key in keys]
-
-    def page(
-        self,
-        space: Space,  # noqa: ARG002 - nothing is listed
-        part: bytes,  # noqa: ARG002
-        cursor: int | None,  # noqa: ARG002
-        limit: int,  # noqa: ARG002
-    ) -> Page:
-        return Page([], [], None)
-
-    def take_gone(self) -> list[GoneBlocks]:
-        return []
 
     def generation(self, name: bytes) -> int | None:
         with self.lock:
@@ -396,10 +373,6 @@ class SharedTier(StoredTier[Question | RunOfBlocks]):
             self.known[at] = (now + believed_s, where)
         while len(self.known) > KNOWN_MAX:
             self.known.popitem(last=False)
-
-    def is_known(self, space: Space, own: tuple[bytes, ...], key: Key, now: float) -> bool:
-        until, where = self.known.get((space, own, key), (0.0, None))
-        return now < until and where is not None and where.readable
 
     def own_of(self, use: SpaceUse | None, arena: MappedArena) -> tuple[bytes, ...]:
         """The pieces of the engine that an arena is of."""
