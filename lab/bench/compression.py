@@ -19,7 +19,7 @@ import zstandard
 
 from lab.bench.compression_links import run_links
 from lab.bench.measure import summarize
-from penstock.store.shared.block_codec import LEVEL, decode_block, encode_block
+from penstock.store.shared.io import LEVEL, decode_block, encode_block
 from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.batch import TokenSpan, on_device
 from penstock_serve.engine.checkpoints import RankWeights, find_model

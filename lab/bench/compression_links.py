@@ -28,7 +28,7 @@ from penstock.config.values import tier_options
 from penstock.errors import UnavailableError
 from penstock.store.probe import TierProbe
 from penstock.store.process.messages import StoreTierConfig
-from penstock.store.shared.block_codec import encode_block
+from penstock.store.shared.io import encode_block
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

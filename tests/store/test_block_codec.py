@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.store.shared.block_codec import choose_item_bytes, decode_block, encode_block
+from penstock.store.shared.io import choose_item_bytes, decode_block, encode_block
 
 GUARD = 64
 

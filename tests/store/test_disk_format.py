@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from penstock.store.disk import format as disk_format
-from penstock.store.disk import trailers as disk_trailers
+from penstock.store.disk import io as disk_io
 from penstock.store.disk.format import (
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
     Geometry,
 )
-from penstock.store.disk.trailers import end_trailers
+from penstock.store.disk.io import end_trailers
 from tests.store.segments import (
     BLOCK_BYTES,
     FORM,
@@ -317,7 +317,7 @@ def test_compiled_sums_of_trailers_are_those_of_the_format(
 
     by_compiled, by_plain = trailers.copy(), trailers.copy()
     compiled = end_trailers(by_compiled, cell_count)
-    monkeypatch.setattr(disk_trailers, "load_parts_library", lambda: None)
+    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
     plain = end_trailers(by_plain, cell_count)
 
     sealed = [seal_trailer(head, table) for head, table in zip(heads, tables, strict=True)]

@@ -217,7 +217,7 @@ def test_without_the_package_compressed_blocks_are_missed_and_the_tier_that_want
 ) -> None:
     keys = draw_chain(1, 2)
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     engine = Engine(open_tier(compress=False), split(1), salt=2)
 
     ended = engine.load(keys)
@@ -238,7 +238,7 @@ def test_compressed_blocks_that_cannot_be_read_are_read_once_and_missed_as_anoth
     keys = draw_chain(1, 4)
     Engine(open_tier(compress=False), split(1)).save(keys[:1])
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setattr(io, "_warned", set())
     engine = Engine(open_tier(compress=False), split(1), salt=2)
     assert found_in_time(engine, keys) == 4
@@ -258,7 +258,7 @@ def test_a_block_that_could_not_be_read_is_found_again_once_it_was_written_anew(
 ) -> None:
     keys = draw_chain(1, 2)
     Engine(open_tier(compress=True), split(1)).save(keys)
-    monkeypatch.setitem(sys.modules, "penstock.store.shared.block_codec", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     engine = Engine(open_tier(compress=False), split(1), salt=2)
     engine.load(keys)
     engine.save(keys)

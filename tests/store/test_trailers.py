@@ -11,11 +11,11 @@ from penstock.cache.operations import BlockFault
 from penstock.movers import packing
 from penstock.movers.packing import PackedSums
 from penstock.store.base import MappedArena, Space, part_name
-from penstock.store.disk import trailers as disk_trailers
+from penstock.store.disk import io as disk_io
 from penstock.store.disk.format import TRAILER_HEAD, Geometry
 from penstock.store.disk.index import DiskSegment
-from penstock.store.disk.io import Run
-from penstock.store.disk.trailers import (
+from penstock.store.disk.io import (
+    Run,
     begin_trailers,
     check_blocks,
     check_trailers,
@@ -40,7 +40,7 @@ EARLIER_LIFE, THIS_LIFE = 11, 12
 @pytest.fixture(params=["compiled", "plain"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(disk_trailers, "load_parts_library", lambda: None)
+        monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
         monkeypatch.setattr(packing, "load_parts_library", lambda: None)
     return str(request.param)
 
@@ -82,7 +82,7 @@ def written(run: Run) -> NDArray[np.uint8]:
 
 def test_both_write_the_same_trailers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = written(run)
-    monkeypatch.setattr(disk_trailers, "load_parts_library", lambda: None)
+    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
 
     np.testing.assert_array_equal(compiled, written(run))
 

@@ -1,5 +1,5 @@
 /* What a disk tier looks at in every block: trailers, rows, and the index; `store/disk/format.py`
-   describes them, `trailers.py` and `index.py` there call it. Sums are those of `parts.c`. */
+   describes them, `io.py` and `index.py` there call it. Sums are those of `parts.c`. */
 
 #define TRAILER_HEAD_BYTES 256
 #define TRAILER_KEY_AT 8

@@ -118,7 +118,7 @@ def compresses(options: Options) -> bool:
     if name == "off":
         return False
     try:
-        import penstock.store.shared.block_codec  # noqa: F401, PLC0415  (an extra)
+        import zstandard  # noqa: F401, PLC0415  (an extra)
     except ImportError as error:
         raise UnavailableError(
             f"compression {name!r} needs a package that is not installed ({error.name}): "

@@ -1,15 +1,23 @@
 """Reads and writes of values of a shared store: straight from mapped arenas, or whole.
 
-So are compressed values, which cannot be read by ranges. A compressed block is one frame, not one
-for each layer or head: those of a head are so short (2 KiB of exponents) that zstd finds less in
-them.
-
 Values are read by ranges, straight to where they belong. Compressed ones cannot be: they are read
 whole, into memory of the thread. Whether they are, the last run tells; a run for which that was
 wrong takes a second call.
 
+Tiers on slow links make blocks smaller without loss (`compression = "zstd"`). The exponents of
+neighbouring numbers are alike, their fractions are noise. So a block is split into byte planes: the
+highest byte of every number, which holds sign and exponent, is compressed by zstd, the others are
+kept as they are.
+
+    bytes of a number (u8), length of the frame (u32), zstd frame, other planes, bytes left over
+
+A block is one frame, not one for each layer or head: those of a head are so short (2 KiB of
+exponents) that zstd finds less in them. This needs the `compression` extra.
+
 The rules:
 
+- Whatever encoded bytes come, decoding writes the target and no byte beside it, and takes no more
+  memory than the block has.
 - What is in `faults` is not looked at, and all the rest is still to be verified.
 - A block that `read_values` does not name as bad has the bytes that were saved under its key,
   whatever the store returned, and its sums stand in the arena.
@@ -19,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import struct
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,9 +45,10 @@ from penstock.store.shared.values import (
     read_fronts,
     value_name,
 )
+from penstock.vocabulary.arguments import as_int
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -135,16 +145,18 @@ def _decoded(
 
 def _decode(codec: int, block: NDArray[np.uint8], stored_bytes: int) -> BlockFault | None:
     """Decodes a block where it lies; what is wrong with it, if anything."""
-    decode = _decoder() if codec == CODEC_PLANES else None
-    if decode is None:
-        # It may be whole, and somebody else can read it: it is no reason to remove it.
-        _warn(codec)
-        return BlockFault.UNREADABLE
-    try:
-        decode(block[:stored_bytes].tobytes(), block.data)
-    except ValueError:
-        return BlockFault.CORRUPT
-    return None
+    if codec == CODEC_PLANES:
+        try:
+            decode_block(block[:stored_bytes].tobytes(), block.data)
+        except ValueError:
+            return BlockFault.CORRUPT
+        except ImportError:
+            pass  # The extra is not installed.
+        else:
+            return None
+    # It may be whole, and somebody else can read it: it is no reason to remove it.
+    _warn(codec)
+    return BlockFault.UNREADABLE
 
 
 def _warn(codec: int) -> None:
@@ -160,14 +172,6 @@ def _warn(codec: int) -> None:
         codec,
         help_text,
     )
-
-
-def _decoder() -> Callable[[bytes, memoryview], None] | None:
-    try:
-        from penstock.store.shared.block_codec import decode_block  # noqa: PLC0415  (an extra)
-    except ImportError:
-        return None
-    return decode_block
 
 
 WHOLE_BYTES_MAX = 32 << 20
@@ -255,11 +259,6 @@ def write_values(
 
 def _compressed(blocks: Sequence[memoryview]) -> list[memoryview]:
     """Blocks in fewer bytes; those that would not have fewer as they are."""
-    from penstock.store.shared.block_codec import (  # noqa: PLC0415  (an extra)
-        choose_item_bytes,
-        encode_block,
-    )
-
     item_bytes = choose_item_bytes(blocks[0])
     encoded = [encode_block(block, item_bytes=item_bytes) for block in blocks]
     return [
@@ -436,3 +435,77 @@ def _verify(
         for position, is_right in zip(positions, right.tolist(), strict=True):
             if not is_right:
                 faults[position] = BlockFault.CORRUPT
+
+
+LEVEL = 1
+"""Of zstd. Lower ones find nothing in KV, higher ones nothing more."""
+ITEM_BYTES_MAX = 8
+ITEM_BYTES_TRIED = (2, 1, 4)
+"""Sizes of numbers that `choose_item_bytes` tries; of equals the first."""
+SAMPLE_BYTES = 64 << 10
+_HEAD = struct.Struct("<BI")
+
+
+def choose_item_bytes(block: bytes | memoryview) -> int:
+    """The size of a block's numbers, as far as it matters here: the one that makes it smallest.
+
+    It is tried, not asked of the layout: an engine's opaque blocks say nothing of their numbers.
+    """
+    sample = memoryview(block)[:SAMPLE_BYTES]
+    sizes = {
+        item_bytes: len(encode_block(sample, item_bytes=item_bytes) or sample)
+        for item_bytes in ITEM_BYTES_TRIED
+    }
+    return min(sizes, key=sizes.__getitem__)
+
+
+def encode_block(block: bytes | memoryview, *, item_bytes: int) -> bytes | None:
+    """The block in fewer bytes; `None` if that cannot be."""
+    import zstandard  # noqa: PLC0415  (an extra)
+
+    as_int("item_bytes", item_bytes, 1, ITEM_BYTES_MAX)
+    raw = np.frombuffer(block, dtype=np.uint8)
+    count = len(raw) // item_bytes
+    items = raw[: count * item_bytes].reshape(count, item_bytes)
+    frame = zstandard.ZstdCompressor(level=LEVEL).compress(items[:, -1].tobytes())
+    parts = (
+        _HEAD.pack(item_bytes, len(frame)),
+        frame,
+        items[:, :-1].T.tobytes(),
+        raw[count * item_bytes :].tobytes(),
+    )
+    return b"".join(parts) if sum(map(len, parts)) < len(raw) else None
+
+
+def decode_block(encoded: bytes | memoryview, target: memoryview) -> None:
+    """Writes the block that `encode_block` was given into `target`, which has its length.
+
+    Raises `ValueError`: it is no block of that length; `target` may have been written.
+    """
+    import zstandard  # noqa: PLC0415  (an extra)
+
+    stored = memoryview(encoded)
+    out = np.frombuffer(target, dtype=np.uint8)
+    if len(stored) < _HEAD.size:
+        raise ValueError(f"{len(stored)} bytes are no encoded block of {len(out)}")
+    item_bytes, frame_bytes = _HEAD.unpack_from(stored)
+    if not 1 <= item_bytes <= ITEM_BYTES_MAX:
+        raise ValueError(f"numbers have {item_bytes} bytes, must have 1 to {ITEM_BYTES_MAX}")
+    count = len(out) // item_bytes
+    frame, rest = stored[_HEAD.size :][:frame_bytes], stored[_HEAD.size + frame_bytes :]
+    others = count * (item_bytes - 1)
+    if len(frame) != frame_bytes or len(rest) != len(out) - count:
+        raise ValueError(f"{len(stored)} bytes are not the planes of a block of {len(out)}")
+    items = out[: count * item_bytes].reshape(count, item_bytes)
+    try:
+        # What a frame says of its length is checked first: as much memory would be taken.
+        if zstandard.get_frame_parameters(frame).content_size != count:
+            raise ValueError(f"a frame is not that of {count} bytes")
+        plane = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a frame is damaged: {error}") from None
+    if len(plane) != count:
+        raise ValueError(f"a frame has {len(plane)} bytes, must have {count}")
+    items[:, -1] = np.frombuffer(plane, dtype=np.uint8)
+    items[:, :-1] = np.frombuffer(rest[:others], dtype=np.uint8).reshape(item_bytes - 1, count).T
+    out[count * item_bytes :] = np.frombuffer(rest[others:], dtype=np.uint8)

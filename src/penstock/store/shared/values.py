@@ -10,7 +10,7 @@ not (an engine's opaque blocks without heads), the piece is named by the rank as
 
 The head repeats the name, and its sum covers the cell sums, which cover the bytes. So a value that
 was cut, exchanged, aged or damaged on the way is no value. Sums are those of the plain bytes, also
-where the block is compressed (`block_codec`). Numbers are little-endian.
+where the block is compressed (`io`). Numbers are little-endian.
 
 An engine announces its *geometry*, the forms of all its ranks, before it writes. Others read these
 records and plan with the reshard planner which ranges of which values make up each of their own
@@ -52,7 +52,7 @@ VERSION = 1
 HEAD_BYTES = 256
 PREFIX = "penstock.v1"
 CODEC_PLAIN, CODEC_PLANES = 0, 1
-"""How the block of a value is stored: as it is, or by `block_codec`."""
+"""How the block of a value is stored: as it is, or by `io.encode_block`."""
 
 HEAD = np.dtype(
     [
