@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from penstock.cache.states import OperationState, SlotState
+from penstock.vocabulary.frames import Count  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
     from penstock.cache.rates import HopMeter
@@ -14,22 +15,28 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
 
 
-class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What a store process says of a tier, for all engines that share it."""
 
-    recovered: float
+    recovered: float = 1.0
     """The share of what was there at its start that can be found by now."""
-    blocks: int
+    blocks: Count = 0
     """On each rank: a block of two ranks counts twice."""
-    block_bytes: int
-    capacity_bytes: int
-    saves_dropped: int
+    block_bytes: Count = 0
+    """Bytes of those blocks, as they are stored."""
+    capacity_bytes: Count = 0
+    saves_dropped: Count = 0
     """Blocks that were not written because the tier was too slow."""
-    blocks_corrupt: int
-    blocks_reclaimed: int
-    generations_lost: int = 0
+    blocks_corrupt: Count = 0
+    blocks_reclaimed: Count = 0
+    generations_lost: Count = 0
     """How often the record of what resets have voided was lost or out of date: all that was there
     before then counts as voided."""
+
+
+class StoreStatistics(StoreCounts, frozen=True, kw_only=True):
+    """The same, and what concerns this engine alone."""
+
     reset_confirmed: bool = True
     """Whether the last reset of this engine outlives it."""
 

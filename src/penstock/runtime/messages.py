@@ -43,6 +43,7 @@ from penstock.cache.operations import BlockFault, Purpose  # noqa: TC001 - msgsp
 from penstock.errors import ConfigError, PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
+from penstock.store.process.messages import SLOT, join_slots, split_keys
 from penstock.transport.base import FRAME_BYTES_MAX
 from penstock.vocabulary.frames import TEXT_MAX, Count, FrameCodec, Text, short
 from penstock.vocabulary.keys import KEY_BYTES, OperationId
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import CacheSettings
     from penstock.config import Config
-    from penstock.vocabulary.keys import Key
 
 
 VERSION = 2
@@ -67,8 +67,6 @@ ROW_BYTES_MAX = 128 + 4 * TEXT_MAX
 """What a copy costs on the wire beside its keys and slots, at most."""
 NAME_BYTES_MAX = 19
 """What the name of an operation costs on the wire, at most."""
-
-_SLOT = np.dtype("<i4")
 
 
 def frames_of(
@@ -193,7 +191,7 @@ def copy_bytes(copy: Copy) -> int:
     return (
         ROW_BYTES_MAX
         + len(copy.keys) * KEY_BYTES
-        + (copy.source_slots.size + copy.target_slots.size) * _SLOT.itemsize
+        + (copy.source_slots.size + copy.target_slots.size) * SLOT.itemsize
     )
 
 
@@ -242,9 +240,9 @@ def _copy_row(copy: Copy) -> _CopyRow:
         copy.target,
         b"".join(copy.keys),
         _groups(copy.source_slots),
-        copy.source_slots.astype(_SLOT, copy=False).tobytes(),
+        join_slots(copy.source_slots),
         _groups(copy.target_slots),
-        copy.target_slots.astype(_SLOT, copy=False).tobytes(),
+        join_slots(copy.target_slots),
         short(copy.cause),
     )
 
@@ -266,7 +264,7 @@ def _copy(incarnation: int, row: _CopyRow) -> Copy:
         purpose=row.purpose,
         source=row.source,
         target=row.target,
-        keys=_keys(row.keys),
+        keys=split_keys(row.keys),
         source_slots=_slots(operation, row.source_slots, row.source_groups, count),
         target_slots=_slots(operation, row.target_slots, row.target_groups, count),
         deadline=math.inf,
@@ -274,17 +272,13 @@ def _copy(incarnation: int, row: _CopyRow) -> Copy:
     )
 
 
-def _keys(joined: bytes) -> list[Key]:
-    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-
-
 def _slots(operation: OperationId, raw: bytes, groups: int, count: int) -> NDArray[np.int32]:
-    if len(raw) != count * max(1, groups) * _SLOT.itemsize:
+    if len(raw) != count * max(1, groups) * SLOT.itemsize:
         raise PeerError(
-            f"operation {operation} has {len(raw)} bytes of slots, must have {_SLOT.itemsize} for "
+            f"operation {operation} has {len(raw)} bytes of slots, must have {SLOT.itemsize} for "
             f"each of {count} blocks in {max(1, groups)} rows"
         )
-    slots = np.frombuffer(raw, dtype=_SLOT).astype(np.int32, copy=False)
+    slots = np.frombuffer(raw, dtype=SLOT).astype(np.int32, copy=False)
     return slots.reshape(groups, count) if groups else slots
 
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 
+from penstock.machine.statistics import StoreCounts
 from penstock.vocabulary.checksums import CellSpan
-from penstock.vocabulary.frames import Count, Text  # noqa: TC001 - msgspec reads them
+from penstock.vocabulary.frames import Text  # noqa: TC001 - msgspec reads it
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -182,26 +182,13 @@ class Page(NamedTuple):
 
 
 class TierState(
-    msgspec.Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True
+    StoreCounts, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
     """How a tier is, for health, metrics and people, in the store process and on its way."""
 
     on: bool
     why: Text = ""
     """Why it is off."""
-    recovered: float = 1.0
-    """The share of what was there at the start that is known by now."""
-    blocks: Count = 0
-    block_bytes: Count = 0
-    """Bytes of those blocks, as they are stored."""
-    capacity_bytes: Count = 0
-    saves_dropped: Count = 0
-    """Blocks that were not written because the tier was too slow."""
-    blocks_corrupt: Count = 0
-    blocks_reclaimed: Count = 0
-    generations_lost: Count = 0
-    """How often the record of what resets have voided was lost or out of date, so that all that
-    was there before counts as voided."""
 
 
 class StoreTier(ABC):

@@ -207,12 +207,9 @@ class DiskFolder:
     ) -> bool:
         """Whether a segment can be read; others are ignored."""
         try:
-            fd = segment.open(os.O_RDONLY, self._calls)
-            try:
+            with segment.open(os.O_RDONLY, self._calls) as fd:
                 page = os.pread(fd, PAGE_BYTES, 0)
                 segment.file_bytes = os.fstat(fd).st_size
-            finally:
-                os.close(fd)
         except OSError as error:
             logger.warning("%s is ignored: %s", segment.path, error.strerror)
             return False
@@ -291,15 +288,12 @@ def write_head(segment: DiskSegment, cipher: DiskCipher | None, calls: DiskCalls
     if cipher is not None:
         head["cipher"], head["key_check"] = cipher.number, np.void(cipher.key_check)
     page = memoryview(seal_head(head))
-    fd = segment.open(os.O_RDWR | os.O_CREAT, calls)
-    try:
+    with segment.open(os.O_RDWR | os.O_CREAT, calls) as fd:
         if os.fstat(fd).st_size != segment.file_bytes:
             os.ftruncate(fd, 0)
             calls.fallocate(fd, 0, segment.file_bytes)
         write_all(fd, [page], 0, calls)
         calls.sync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_head_into(segment: DiskSegment, page: bytes, cipher: DiskCipher | None) -> None:

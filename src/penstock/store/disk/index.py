@@ -14,6 +14,7 @@ life only after the index names none of its slots.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +34,7 @@ from penstock.store.disk.io import read_all
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -114,12 +115,17 @@ class DiskSegment:
         """The least is reclaimed first."""
         return (self.hits, self.age)
 
-    def open(self, flags: int, calls: DiskCalls) -> int:
+    @contextmanager
+    def open(self, flags: int, calls: DiskCalls) -> Iterator[int]:
         """A descriptor of the file.
 
         Raises `OSError`: it cannot be opened, or is a symbolic link.
         """
-        return calls.open(os.path.basename(self.path), flags, FILE_MODE, self.folder)
+        fd = calls.open(os.path.basename(self.path), flags, FILE_MODE, self.folder)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def begin_life(self, geometry: Geometry, *, life: int, age: int, part: bytes) -> None:
         self.geometry, self.life, self.age, self.part = geometry, life, age, part
@@ -289,11 +295,8 @@ def read_table(segment: DiskSegment, calls: DiskCalls) -> NDArray[np.void]:
 
     Raises `OSError`: they cannot be read.
     """
-    fd = segment.open(os.O_RDONLY, calls)
-    try:
+    with segment.open(os.O_RDONLY, calls) as fd:
         return read_rows(fd, 0, segment.slot_count, calls)
-    finally:
-        os.close(fd)
 
 
 def read_rows(fd: int, first: int, count: int, calls: DiskCalls) -> NDArray[np.void]:

@@ -164,11 +164,8 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
-    fd = run.segment.open(os.O_WRONLY | run.flags, calls)
-    try:
+    with run.segment.open(os.O_WRONLY | run.flags, calls) as fd:
         write_all(fd, buffers, geometry.offset(run.first), calls)
-    finally:
-        os.close(fd)
     return trailer_sums
 
 
@@ -190,11 +187,8 @@ def read_run(
         buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
     else:
         buffers = [room.reshape(-1).data]
-    fd = run.segment.open(os.O_RDONLY | run.flags, calls)
-    try:
+    with run.segment.open(os.O_RDONLY | run.flags, calls) as fd:
         got = read_all(fd, buffers, geometry.offset(run.first), calls)
-    finally:
-        os.close(fd)
     room[got // geometry.slot_bytes :] = 0  # A file that ends early has no trailers from there on.
     trailers = room[:, -geometry.trailer_bytes :]
     bad = check_trailers(run, trailers)
@@ -244,12 +238,9 @@ def read_bytes(fd: int, size: int, offset: int, calls: DiskCalls) -> bytes:
 
 def expect_read(segment: DiskSegment, offset: int, length: int, calls: DiskCalls) -> None:
     """Has the kernel read what is asked for soon, so that the disk does not wait meanwhile."""
-    with suppress(OSError):  # The read itself will tell.
-        fd = segment.open(os.O_RDONLY, calls)
-        try:
-            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(fd)
+    # An error is left to the read itself.
+    with suppress(OSError), segment.open(os.O_RDONLY, calls) as fd:
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:

@@ -213,11 +213,8 @@ class DiskThreads:
 
     def _parents_of(self, read: RunToRead) -> list[Key | None]:
         """What the rows of a read say, for blocks that are written again."""
-        fd = read.segment.open(os.O_RDONLY, self._calls)
-        try:
+        with read.segment.open(os.O_RDONLY, self._calls) as fd:
             return parents_of(read_rows(fd, read.first, len(read.positions), self._calls))
-        finally:
-            os.close(fd)
 
     def _write(self, write: RunToWrite, scratch: AlignedMemory) -> None:
         try:
@@ -234,12 +231,9 @@ class DiskThreads:
     def sync(self, segment: DiskSegment) -> None:
         """Makes what was written to a segment outlive a power loss."""
         try:
-            fd = segment.open(os.O_RDWR, self._calls)
-            try:
+            with segment.open(os.O_RDWR, self._calls) as fd:
                 segment.dirty = False
                 self._calls.sync(fd)
-            finally:
-                os.close(fd)
         except OSError as error:
             self._switch_off(segment, f"syncing failed: {error.strerror}", error)
 
@@ -389,13 +383,10 @@ class DiskThreads:
         made = [_rows_of(segment, write).view(np.uint8) for write in writes]
         rows = seal_rows(np.concatenate(made).view(ROW))
         gaps = np.flatnonzero(np.diff(rows["slot"].astype(np.int64)) != 1) + 1
-        fd = segment.open(os.O_WRONLY, self._calls)
-        try:
+        with segment.open(os.O_WRONLY, self._calls) as fd:
             for each in np.split(rows, gaps):
                 offset = Geometry.row_offset(int(each["slot"][0]))
                 write_all(fd, [each.view(np.uint8).data], offset, self._calls)
-        finally:
-            os.close(fd)
         if not self._tier.pool.is_in_place():
             raise OSError(errno.ESTALE, "the folder was exchanged")
         segment.dirty = True
@@ -425,12 +416,9 @@ class DiskThreads:
             if row.segment.life != row.life or not self._tier.is_current(row.segment):
                 return
         try:
-            fd = row.segment.open(os.O_WRONLY, self._calls)
-            try:
+            with row.segment.open(os.O_WRONLY, self._calls) as fd:
                 zeros = memoryview(bytes(ROW_BYTES))
                 write_all(fd, [zeros], Geometry.row_offset(row.slot), self._calls)
-            finally:
-                os.close(fd)
         except OSError as error:
             self._switch_off(row.segment, f"writing rows failed: {error.strerror}", error)
 

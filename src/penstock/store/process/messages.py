@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.keys import Key
 
-VERSION = 3
+VERSION = 4
 FRAME_BYTES_MAX = 192 << 10
 """What fits into the send buffer that Linux gives a socket by default (208 KiB)."""
 BATCH_BYTES = 128 << 10
@@ -61,7 +61,7 @@ BLOCK_BYTES = 2 * KEY_BYTES + 4
 BLOCKS_MAX = (MESSAGE_BYTES_MAX - MESSAGE_HEAD_BYTES) // BLOCK_BYTES
 """Blocks of one job: 1,818. An operation has 256 by default."""
 
-_SLOT = np.dtype("<i4")
+SLOT = np.dtype("<i4")
 
 U64 = Count
 """MessagePack has no larger numbers."""
@@ -320,7 +320,7 @@ def join_parents(parents: Sequence[Key | None], count: int) -> bytes:
 
 
 def join_slots(slots: NDArray[np.int32]) -> bytes:
-    return slots.astype(_SLOT, copy=False).tobytes()
+    return slots.astype(SLOT, copy=False).tobytes()
 
 
 def split_keys(joined: bytes) -> list[Key]:
@@ -348,9 +348,9 @@ def split_slots(raw: bytes, count: int) -> list[int]:
 
     Raises `PeerError`: they are fewer or more, or one is negative.
     """
-    if len(raw) != count * _SLOT.itemsize:
-        raise PeerError(f"slots have {len(raw)} bytes, must have {count * _SLOT.itemsize}")
-    slots: list[int] = np.frombuffer(raw, dtype=_SLOT).tolist()
+    if len(raw) != count * SLOT.itemsize:
+        raise PeerError(f"slots have {len(raw)} bytes, must have {count * SLOT.itemsize}")
+    slots: list[int] = np.frombuffer(raw, dtype=SLOT).tolist()
     if min(slots, default=0) < 0:
         raise PeerError(f"slot is {min(slots)}, must be at least 0")
     return slots
