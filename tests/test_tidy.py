@@ -31,7 +31,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "src/penstock/extensions.py": "an entry point imports code of others, which may raise anything",
     "src/penstock/handoff/driver/decode_rank.py": "one part fails its handoff, not the rank",
     "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
-    "src/penstock/store/clients/mooncake.py": "a thread that ended would keep its caller waiting",
+    "src/penstock/store/clients/blobs.py": "a thread that ended would keep its caller waiting",
     "src/penstock/store/disk/threads.py": "a thread that ended would keep its jobs for ever",
     "src/penstock/store/stored_tier.py": "a thread that ended would keep its jobs for ever",
 }

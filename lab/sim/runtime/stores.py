@@ -23,7 +23,7 @@ import errno
 import math
 import os
 import shutil
-import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from lab.sim.disk.world import make_folder
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM
 from lab.sim.runtime.sockets import SimDeath, SimListener, sim_socket_pair
+from penstock.errors import PenstockError
 from penstock.store.base import part_name
 from penstock.store.process.client import ArenaOffer, StoreSession
 from penstock.store.process.link import StoreLink
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from lab.sim.runtime.sockets import SimSocket
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.machine.effects import Copy
-    from penstock.store.base import MappedArena
+    from penstock.store.base import MappedArena, StoreTier
     from penstock.store.process.messages import JobRequest
     from penstock.store.process.sessions import ClientSession, OwnerState
     from penstock.store.process.tier_slots import OpenTier
@@ -129,18 +130,17 @@ class SteppedSlot(TierSlot):
         super().__init__(config, kinds)
         self._begin = begin
 
-    def open(self, now: float) -> bool:
-        """As the product does, but for the thread."""
-        if self._opening is not None:
-            return self._take_opened(now)
-        if self.tier is None and now >= self.retry_at:
-            self._opening = threading.current_thread()
-            self._begin(self)
-        return False
+    def _begin_open(self) -> Future[StoreTier]:
+        self._begin(self)
+        return Future()
 
     def run_open(self) -> None:
-        """What the thread of the product does."""
-        self._run_open()
+        """What the thread of the product does; a process that is killed in it does no more."""
+        assert self._opening is not None
+        try:
+            self._opening.set_result(self._try_open())
+        except (PenstockError, OSError, ValueError) as error:
+            self._opening.set_exception(error)
 
 
 class WatchedServer(StoreServer):

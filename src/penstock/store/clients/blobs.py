@@ -29,15 +29,19 @@ from __future__ import annotations
 
 import re
 import reprlib
+import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from penstock.errors import UnavailableError
 from penstock.vocabulary.arguments import as_int, as_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+Answer = TypeVar("Answer")
 
 NAME_BYTES_MAX = 256
 """Names are ASCII: letters, digits, `/`, `-`, `_` and `.`; between slashes is something that does
@@ -210,3 +214,18 @@ def check_record(name: str, record: bytes, *, timeout_s: float) -> float:
             f"record {name!r} has {len(record)} bytes, must have at most {RECORD_BYTES_MAX}"
         )
     return check_names([name], timeout_s=timeout_s)
+
+
+def answer_call(answer: Future[Answer], call: Callable[[], Answer]) -> None:
+    """Makes a call that nobody can end; who waits for the answer does as long as it has time."""
+    try:
+        answer.set_result(call())
+    except Exception as problem:  # noqa: BLE001 - See `BROAD_EXCEPTS` of the tests.
+        answer.set_exception(problem)
+
+
+def call_in_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
+    """The answer of such a call, which a thread of its own makes."""
+    answer: Future[Answer] = Future()
+    threading.Thread(target=answer_call, args=(answer, call), name=name, daemon=True).start()
+    return answer

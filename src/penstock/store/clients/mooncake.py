@@ -39,6 +39,7 @@ from penstock.store.clients.blobs import (
     BlobRead,
     BlobStore,
     BlobStoreError,
+    answer_call,
     check_names,
     check_reads,
     check_record,
@@ -443,11 +444,7 @@ class _Caller:
 
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:
-            done, work = call
-            try:
-                done.set_result(work())
-            except Exception as problem:  # noqa: BLE001 - See `BROAD_EXCEPTS` of the tests.
-                done.set_exception(problem)
+            answer_call(*call)
 
 
 class _Turn:

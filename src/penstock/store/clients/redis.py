@@ -26,11 +26,11 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.shared_stores import Node
-from penstock.errors import ConfigError, UnavailableError, install_hint
+from penstock.errors import UnavailableError, install_hint
 from penstock.store.clients.blobs import (
     ASKERS,
     RECORD_BYTES_MAX,
@@ -38,6 +38,7 @@ from penstock.store.clients.blobs import (
     BlobStore,
     BlobStoreError,
     NotKeptError,
+    call_in_thread,
     check_names,
     check_reads,
     check_record,
@@ -53,6 +54,7 @@ from penstock.store.clients.redis_wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import ModuleType
 
     from penstock.config.shared_stores import RedisSettings
@@ -121,35 +123,17 @@ class RedisConnections:
         self.drop()
 
     def _open(self, node: Node | None, deadline: float) -> RedisWire:
-        opening = self._late_one(node) or self._begin(node)
+        opening = self._late_one(node)
+        if opening is None:
+            opening = call_in_thread(lambda: self.dial(node), "penstock-redis-open")
         if not wait([opening], max(0.0, deadline - time.monotonic())).done:
             with self._lock:
                 self._late.setdefault(node, deque()).append(opening)
             raise BlobStoreError(f"{self._called(node)} could not be reached in time")
         if (problem := opening.exception()) is not None:
-            raise BlobStoreError(f"{self._called(node)} cannot be reached: {problem}")
-        return opening.result()
-
-    def _begin(self, node: Node | None) -> Future[RedisWire]:
-        """A connection that a thread opens."""
-        opening: Future[RedisWire] = Future()
-        thread = threading.Thread(
-            target=self._run, args=(node, opening), name="penstock-redis-open", daemon=True
-        )
-        thread.start()
-        return opening
-
-    def _run(self, node: Node | None, opening: Future[RedisWire]) -> None:
-        from redis.exceptions import RedisError  # noqa: PLC0415
-
-        try:
-            opening.set_result(self.dial(node))
-        except (RedisError, OSError, ConfigError, ValueError) as problem:
             why = " ".join(str(problem).split()) or type(problem).__name__
-            opening.set_exception(BlobStoreError(why))
-        finally:
-            if not opening.done():  # An error of ours, which the thread reports: nobody waits on.
-                opening.set_exception(BlobStoreError(""))
+            raise BlobStoreError(f"{self._called(node)} cannot be reached: {why}")
+        return opening.result()
 
     def _late_one(self, node: Node | None) -> Future[RedisWire] | None:
         """A connection that an earlier caller did not wait for, unless it came to nothing.

@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from penstock.config.shared_stores import (
 from penstock.errors import ConfigError, PenstockError, UnavailableError, install_hint
 from penstock.extensions import OTHER_STORES
 from penstock.store.base import OPENING, StoreTier, TierState
-from penstock.store.clients.blobs import BlobStore
+from penstock.store.clients.blobs import BlobStore, call_in_thread
 from penstock.store.disk.format import load_cipher
 from penstock.store.disk.tier import DiskTier
 from penstock.store.process.messages import StoreTierConfig
@@ -177,49 +177,43 @@ class TierSlot:
         self._open = kinds[config.kind]
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when `open` has something to take."""
-        self._opening: threading.Thread | None = None
-        self._opened: StoreTier | Exception | None = None
-        """What came of it."""
+        self._opening: Future[StoreTier] | None = None
         self._voids: set[bytes] = set()
         self._sent: TierState | None = None
         self._sent_at = -math.inf
 
     def open(self, now: float) -> bool:
         """Opens the tier, if that is due, and does not wait; true if it is open from now on."""
-        if self._opening is not None:
-            return self._take_opened(now)
-        if self.tier is None and now >= self.retry_at:
-            self._opening = threading.Thread(target=self._run_open, daemon=True, name="open tier")
-            self._opening.start()
+        if self._opening is not None and self._opening.done():
+            return self._take_opened(self._opening, now)
+        if self._opening is None and self.tier is None and now >= self.retry_at:
+            self._opening = self._begin_open()
         return False
 
-    def _run_open(self) -> None:
-        opened: StoreTier | Exception = UnavailableError("opening it failed, and the log says why")
+    def _begin_open(self) -> Future[StoreTier]:
+        return call_in_thread(self._try_open, "open tier")
+
+    def _try_open(self) -> StoreTier:
         try:
-            opened = self._open(self._config)
-        except (PenstockError, OSError, ValueError) as error:
-            opened = error
+            return self._open(self._config)
         finally:
-            self._opened = opened
             os.eventfd_write(self.descriptor, 1)
 
-    def _take_opened(self, now: float) -> bool:
-        try:
-            os.eventfd_read(self.descriptor)
-        except BlockingIOError:
-            return False
-        opened, self._opened = self._opened, None
-        assert opened is not None
+    def _take_opened(self, opened: Future[StoreTier], now: float) -> bool:
+        os.eventfd_read(self.descriptor)
         self._opening = None
-        if isinstance(opened, Exception):
-            why = str(opened)
+        if (error := opened.exception()) is not None:
+            why = str(error)
+            if not isinstance(error, PenstockError | OSError | ValueError):
+                logger.error("store tier fails: tier=%s", self.name, exc_info=error)
+                why = "opening it failed, and the log says why"
             if why != self.why:
                 logger.warning("store tier is off: tier=%s cause=%s", self.name, why)
             self.why = why
             self.retry_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
             return False
-        self.tier = opened
+        self.tier = opened.result()
         self.retry_at = math.inf
         logger.info("store tier is open: tier=%s", self.name)
         return True
@@ -283,7 +277,7 @@ class TierSlot:
 
     def close(self, deadline: float) -> None:
         if self._opening is not None:
-            self._opening.join(max(0.0, deadline - time.monotonic()))
-            self._take_opened(deadline)
+            wait([self._opening], max(0.0, deadline - time.monotonic()))
+            self.open(deadline)
         if self.tier is not None:
             self.tier.close(deadline=deadline)
