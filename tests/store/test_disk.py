@@ -24,7 +24,7 @@ from lab.fixtures.store_tier_suite import (
 )
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, UnavailableError
-from penstock.store.base import LoadJob, Space
+from penstock.store.base import FindJob, LoadJob, Space
 from penstock.store.disk.format import (
     HEAD,
     PAGE_BYTES,
@@ -278,6 +278,21 @@ def test_more_kinds_of_blocks_than_segments_share_the_folder(
     tier = make(small_size(slots=2))
     again = [StoreRig(tier, LAYOUTS[kind], rank=rank) for rank in range(3) for kind in LAYOUTS]
     assert again[last[0]].find(last[1].keys) == [True]
+
+
+def test_a_block_is_found_where_every_rank_has_its_part(make: Callable[..., DiskTier]) -> None:
+    tier = make()
+    first, second = (StoreRig(tier, LAYOUT, rank=rank) for rank in range(2))
+    saved = first.fill(4)
+    first.save_and_wait(saved)
+    second.save_and_wait(second.fill(2))
+    space = Space(SPACE.name, tier.generation(SPACE.name))
+
+    found = tier.find(FindJob(7, [first.arena, second.arena], space, saved.keys))
+    alone = tier.find(FindJob(8, [first.arena], space, saved.keys))
+
+    assert found == (7, [True, True, False, False], False)
+    assert alone == (8, [True] * 4, False)
 
 
 def test_saves_beyond_the_bound_are_dropped_and_counted(make: Callable[..., DiskTier]) -> None:
