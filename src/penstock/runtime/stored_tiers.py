@@ -398,18 +398,16 @@ class StoredTiers:
             case FoundInStore():
                 yield from self._found(result)
             case Voided():
-                yield from self._void(result)
+                self._listed.discard(result.tier)
+                yield TierVoided(tier=result.tier, own=result.own)
             case StoreState():
                 self.states[result.tier] = result.state
                 yield from self._switch(result.tier)
             case StoreLost():
-                yield from chain(*(self._lose(tier, result) for tier in self.tiers))
+                for tier in self.tiers:
+                    yield from self._switch_off(tier, result.why, starts=result.starts)
             case StoreBack():
                 yield from chain(*map(self._switch, self.tiers))
-
-    def _void(self, voided: Voided) -> Iterator[Event]:
-        self._listed.discard(voided.tier)
-        yield TierVoided(tier=voided.tier, own=voided.own)
 
     def _page(self, page: Paged) -> Iterator[Event]:
         self._paging.discard(page.tier)
@@ -480,9 +478,6 @@ class StoredTiers:
     def _request_page(self, tier: int) -> None:
         self._paging.add(tier)
         self.link.request_page(tier)
-
-    def _lose(self, tier: int, lost: StoreLost) -> Iterator[Event]:
-        return self._switch_off(tier, lost.why, starts=lost.starts)
 
     def _switch_off(self, tier: int, why: str, *, starts: bool = False) -> Iterator[Event]:
         # One that was on, and has to begin again, was lost.

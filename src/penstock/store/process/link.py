@@ -430,19 +430,16 @@ class StoreLink:
         """Everything that has happened since the last call; never waits."""
         now = self._clock()
         if self._session.is_ready(now):  # Most steps of an engine find nothing.
-            self._poll(now)
+            if self._host is not None:
+                self._host.poll()
+            for news in self._session.poll(now):
+                self._take(news, now)
         self._check_silence(now)
         for tier in list(self._rests_wanted):
             self._rests_wanted.remove(tier)
             self._results.append(self._next_page(tier, self._rests.pop(tier)))
         results, self._results = self._results, []
         return results
-
-    def _poll(self, now: float) -> None:
-        if self._host is not None:
-            self._host.poll()
-        for news in self._session.poll(now):
-            self._take(news, now)
 
     def _take(self, news: SessionNews, now: float, *, starts: bool = False) -> None:
         match news:
@@ -509,13 +506,6 @@ class StoreLink:
         self._told = StoreLost(why, fenced, starts)
         self._results.append(self._told)
 
-    def _take_greeting(self, answer: OwnerWelcome | OwnerWaiting) -> None:
-        if isinstance(answer, OwnerWaiting):
-            self._welcome = False
-            self._lose(answer.why, fenced=False, starts=True)
-        else:
-            self._take_welcome()
-
     def _take_welcome(self) -> None:
         self._session.keep_trying_soon()
         if self._host is not None:
@@ -563,8 +553,11 @@ class StoreLink:
                 self._take_generation(answer)
             case StoreState():
                 self._results.append(StoreState(self._tier(answer.tier), answer.state))
-            case OwnerWelcome() | OwnerWaiting():
-                self._take_greeting(answer)
+            case OwnerWelcome():
+                self._take_welcome()
+            case OwnerWaiting(why):
+                self._welcome = False
+                self._lose(why, fenced=False, starts=True)
             case _:
                 pass  # The news that a process is there was all of it.
 

@@ -593,13 +593,10 @@ class StoreServer:
         if slot not in owner.tiers or space.name != owner.hello.space:
             return
         tier = owner.tiers.index(slot)
-        if owner.generations[tier] == space.generation and part in self._parts(owner):
+        parts = [arena.part for arena in self._mapped(owner)]
+        if owner.generations[tier] == space.generation and part in parts:
             for at in range(0, len(keys), PAGE_KEYS_MAX):
                 session.answer(GoneNotice(tier, b"".join(keys[at : at + PAGE_KEYS_MAX])))
-
-    def _parts(self, owner: OwnerState) -> list[bytes]:
-        """What of a block has to be there, once for each arena that is."""
-        return [arena.part for arena in self._mapped(owner)]
 
     # Resets.
 
