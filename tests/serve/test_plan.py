@@ -22,7 +22,8 @@ from penstock.errors import ConfigError
 from penstock_serve.cli.serve import serve
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.defaults import handoff_settings
-from penstock_serve.server.plan import ServeOptions, instances_of, settle
+from penstock_serve.server.plan import instances_of, settle
+from penstock_serve.server.serve_options import ServeOptions
 from penstock_serve.server.server_socket import listen
 
 if TYPE_CHECKING:

@@ -26,11 +26,13 @@ from penstock.config.shared_stores import UNIX as UNIX
 from penstock.config.shared_stores import port_range as port_range
 from penstock.config.shared_stores import require_address as require_address
 from penstock.config.shared_stores import require_socket as require_socket
+from penstock.config.toml import KEYS as KEYS
 from penstock.config.toml import STARTER_TOML as STARTER_TOML
 from penstock.config.toml import VERSION as VERSION
 from penstock.config.toml import load_completed as load_completed
 from penstock.config.toml import load_config as load_config
 from penstock.config.toml import parse_config as parse_config
+from penstock.config.toml import texts_under as texts_under
 from penstock.config.values import AUTO as AUTO
 from penstock.config.values import DEVICE_NAME as DEVICE_NAME
 from penstock.config.values import KEY_VARIABLE as KEY_VARIABLE

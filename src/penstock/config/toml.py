@@ -542,11 +542,11 @@ def _row(name: str, setting: Setting | TierOption) -> str:
 def meaning_of(setting: Setting | TierOption) -> str:
     """What a key of ours means."""
     assert isinstance(setting, Setting), "an option of another distribution"
-    return setting.meaning or _meanings(setting.owner)[setting.field]
+    return setting.meaning or _as_meaning(texts_under(setting.owner)[setting.field])
 
 
 @cache
-def _meanings(owner: type) -> Mapping[str, str]:
+def texts_under(owner: type) -> Mapping[str, str]:
     """The first paragraph under each field of a class and of its bases."""
     found = {}
     for each in reversed(owner.__mro__[:-1]):
@@ -558,13 +558,13 @@ def _meanings(owner: type) -> Mapping[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
-                    found[name] = _as_meaning(text)
+                    found[name] = " ".join(text.partition("\n\n")[0].split())
                 case _:
                     pass
     return found
 
 
 def _as_meaning(text: str) -> str:
-    """The first paragraph, as the cell of a table has it: without its capital and full stop."""
-    found = " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+    """A text as the cell of a table has it: without its capital and full stop."""
+    found = text.removesuffix(".")
     return found if found[1:2].isupper() else f"{found[:1].lower()}{found[1:]}"

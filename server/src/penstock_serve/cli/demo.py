@@ -15,7 +15,8 @@ from rich.text import Text
 import penstock
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json, write_text
 from penstock.errors import counted
-from penstock_serve.cli.serve import ModelOption, count_option, require_packages
+from penstock_serve.cli.serve import count_option, require_packages
+from penstock_serve.server.serve_options import with_options
 
 if TYPE_CHECKING:
     from penstock_serve.demo.result import ChatRound, Played
@@ -30,9 +31,9 @@ PictureOption = Annotated[
 ]
 
 
+@with_options("model")
 def show_demo(
     *,
-    model: ModelOption = None,
     chats: ChatsOption = None,
     turns: TurnsOption = None,
     clients: ClientsOption = None,
@@ -40,6 +41,7 @@ def show_demo(
     blocks: BlocksOption = None,
     picture: PictureOption = Path("build/demo.html"),
     json: JsonOption = None,
+    **given: str | None,
 ) -> None:
     """Serve a model by a pair of instances, talk to it, and check every answer.
 
@@ -54,8 +56,8 @@ def show_demo(
         "max_tokens": tokens,
         "blocks": blocks,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    played = play_stage(model, given)
+    wanted = {name: value for name, value in options.items() if value is not None}
+    played = play_stage(given["model"], wanted)
     _write_picture(picture, played)
     if json is None or str(json) != "-":
         print_played(_console(), played, picture)

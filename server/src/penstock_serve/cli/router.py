@@ -12,20 +12,13 @@ import typer
 from penstock.errors import ConfigError, counted
 from penstock.toolkit import set_up_logs
 from penstock_serve.cli.serve import (
-    AllowedHostsOption,
-    ApiKeyFileOption,
-    ApiKeyOption,
-    DrainOption,
-    HostOption,
-    LogJsonOption,
-    LogLevelOption,
-    PortOption,
     api_at,
     require_packages,
     serve_table,
     server_url,
     warn_of_openness,
 )
+from penstock_serve.server.serve_options import with_options
 
 if TYPE_CHECKING:
     import socket
@@ -58,19 +51,16 @@ SilenceOption = Annotated[
 ]
 
 
-def route(  # noqa: PLR0913 - as many options as there are settings
+GUARD_AND_LOG = ("host", "api_key", "api_key_file", "allowed_hosts", "log_level", "log_json")
+
+
+@with_options(*GUARD_AND_LOG, "port", "drain_s")
+def route(
     *,
     vllm_prefill: VllmPrefillOption = None,
     vllm_decode: VllmDecodeOption = None,
     timeout_s: SilenceOption = 600.0,
-    host: HostOption = None,
-    port: PortOption = None,
-    api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    allowed_hosts: AllowedHostsOption = None,
-    drain_s: DrainOption = None,
-    log_level: LogLevelOption = None,
-    log_json: LogJsonOption = None,
+    **given: Any,  # noqa: ANN401 - see `ServeOptions`
 ) -> None:
     """Route requests to vLLM servers: one computes the prompt, another one answers.
 
@@ -85,9 +75,7 @@ def route(  # noqa: PLR0913 - as many options as there are settings
         [server_url(each) for each in vllm_prefill or ()],
         [server_url(each) for each in vllm_decode or ()],
     )
-    keys = {"api_key": api_key, "api_key_file": api_key_file, "allowed_hosts": allowed_hosts}
-    logs = {"log_level": log_level, "log_json": log_json}
-    with _listening({"host": host, "port": port, "drain_s": drain_s, **keys, **logs}) as here:
+    with _listening(given) as here:
         bound, table, guard = here
         from penstock_serve.server.vllm_app import RouterSettings, run_router  # noqa: PLC0415
 
@@ -141,16 +129,12 @@ DashboardPortOption = Annotated[
 ]
 
 
+@with_options(*GUARD_AND_LOG)
 def show_dashboard(
     *,
     metrics: MetricsOption,
-    host: HostOption = None,
     port: DashboardPortOption = PORT,
-    api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    allowed_hosts: AllowedHostsOption = None,
-    log_level: LogLevelOption = None,
-    log_json: LogJsonOption = None,
+    **given: Any,  # noqa: ANN401 - see `ServeOptions`
 ) -> None:
     """Serve the live page for vLLM and SGLang servers, from their metrics.
 
@@ -167,9 +151,7 @@ def show_dashboard(
     for url, times in Counter(urls).items():
         if times > 1:
             raise ConfigError("--metrics", f"has {url} twice, must have each server once")
-    keys = {"api_key": api_key, "api_key_file": api_key_file, "allowed_hosts": allowed_hosts}
-    logs = {"log_level": log_level, "log_json": log_json}
-    with _listening({"host": host, "port": port, **keys, **logs}) as (bound, _, guard):
+    with _listening({"port": port, **given}) as (bound, _, guard):
         from penstock_serve.server.dashboard import run_dashboard  # noqa: PLC0415
 
         servers = counted(len(urls), "server")

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import rich.progress
@@ -18,6 +18,7 @@ from penstock.cli.conventions import ConfigOption
 from penstock.config import KEY_VARIABLE, LOG_LEVELS, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import ConfigError, UnavailableError, counted, server_install_hint, shown
 from penstock.toolkit import OPENING, STARTING, set_up_logs
+from penstock_serve.server.serve_options import ServeOptions, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +28,9 @@ if TYPE_CHECKING:
     from typer.models import OptionInfo
 
     from penstock.config import Config, TierKind, TierSettings
-    from penstock_serve.server.plan import ServeOptions
 
 logger = logging.getLogger("penstock.cli.serve")
 
-ABOUT_THE_FILE = {"config", "print_config"}
-"""Options that are not settings; every other one is a field of `ServeOptions`."""
 DEFAULT_PORT = ServeTable().port
 DEFAULT_SERVER = f"http://{LOOPBACK}:{DEFAULT_PORT}"
 """Where `penstock serve` is unless it is told otherwise, and so whom other commands ask."""
@@ -45,162 +43,29 @@ def count_option(text: str, *, least: int = 1, most: int | None = None) -> Optio
     return option
 
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="A folder with a checkpoint, or a .gguf file; without it the default model.",
-    ),
-]
-TpOption = Annotated[int | None, count_option("Ranks that share the model, a process each.")]
-BlocksOption = Annotated[int | None, count_option("Blocks on the device of each rank.")]
-BlockTokensOption = Annotated[int | None, count_option("Tokens in a block.")]
-HostGibOption = Annotated[
-    float | None,
-    typer.Option(metavar="G", min=0, help="Host memory for blocks, of each rank; 0: none."),
-]
-DiskOption = Annotated[
-    str | None, typer.Option(metavar="PATH", help="A folder that keeps blocks beyond the process.")
-]
-DiskGibOption = Annotated[
-    float | None, typer.Option(metavar="G", help="Room in that folder, of all ranks together.")
-]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="Of weights and KV: float32, bfloat16 or float16.")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")]
-InstancesOption = Annotated[
-    int | None, count_option("Copies of the model, or of each role.", most=16)
-]
-PrefillOption = Annotated[
-    int | None, count_option("Instances that compute prompts for others.", most=16)
-]
-DecodeOption = Annotated[int | None, count_option("Instances that answer them.", most=16)]
-PrefillTpOption = Annotated[
-    int | None, count_option("Ranks of an instance that computes prompts alone.")
-]
-DecodeTpOption = Annotated[int | None, count_option("Ranks of the instance that answers them.")]
-RoleOption = Annotated[
-    str | None, typer.Option(help="What to start: both (everything), prefill, decode or router.")
-]
-RouterOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Where the router lets instances in: tcp://HOST:PORT."),
-]
-HandoffHostOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST",
-        help="Where instances of other machines reach those of this command for handoffs.",
-    ),
-]
-NumberOption = Annotated[
-    int | None, count_option("The number of this command's first instance.", least=0)
-]
-HostOption = Annotated[
-    str | None,
-    typer.Option(help="The address to listen on, or unix:/PATH; 127.0.0.1 if not given."),
-]
-PortOption = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="The port; 8000 if not given, 0: a free one.")
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        help="What clients must send as their API key. Everybody on this machine can see it: "
-        f"better is --api-key-file, or {KEY_VARIABLE} in the environment.",
-    ),
-]
 ApiKeyFileOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file that holds the API key.")
-]
-AllowedHostsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES",
-        help="Further names of this server, such as that of a proxy, separated by commas: without "
-        "a key, requests to other names are refused on the loopback interface.",
-    ),
-]
-DrainOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="S", min=0, help="How long answers may take to end when asked to stop; 20."
-    ),
-]
-SilenceOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="S",
-        min=1,
-        max=3600,
-        help="How long a process may be silent before it is taken for lost; 30. One that has ended "
-        "is lost at once.",
-    ),
-]
-LogLevelOption = Annotated[
-    str | None, typer.Option(help="What is logged: debug, info, warning or error.")
-]
-LogJsonOption = Annotated[
-    bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
-]
-KeysFileOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="The keys of this machine and its peers, made by `penstock keys`: for roles that are "
-        "started one by one on several machines.",
-    ),
 ]
 PrintConfigOption = Annotated[
     bool, typer.Option("--print-config", help="Print every setting in effect as TOML, and end.")
 ]
 
 
-def serve(  # noqa: PLR0913 - as many options as there are settings
+@with_options()
+def serve(
     *,
-    model: ModelOption = None,
-    tp: TpOption = None,
-    blocks: BlocksOption = None,
-    block_tokens: BlockTokensOption = None,
-    host_gib: HostGibOption = None,
-    disk: DiskOption = None,
-    disk_gib: DiskGibOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    instances: InstancesOption = None,
-    role: RoleOption = None,
-    prefill: PrefillOption = None,
-    decode: DecodeOption = None,
-    prefill_tp: PrefillTpOption = None,
-    decode_tp: DecodeTpOption = None,
-    router: RouterOption = None,
-    handoff_host: HandoffHostOption = None,
-    number: NumberOption = None,
-    keys_file: KeysFileOption = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    allowed_hosts: AllowedHostsOption = None,
-    drain_s: DrainOption = None,
-    silence_s: SilenceOption = None,
-    log_level: LogLevelOption = None,
-    log_json: LogJsonOption = None,
     config: ConfigOption = None,
     print_config: PrintConfigOption = False,
+    **options_given: Any,  # noqa: ANN401 - see `ServeOptions`
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.
 
     Options override the file of `--config`. Everything that this command starts ends with it.
     """
-    given_options = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
     require_packages()
     from penstock_serve.engine.defaults import load_engine_config  # noqa: PLC0415  (needs the extras)
-    from penstock_serve.server.plan import ServeOptions  # noqa: PLC0415
 
-    options = ServeOptions(**given_options)
+    options = ServeOptions(**options_given)
     given = load_engine_config(config) if config else None
     if print_config:
         _print_settled(given, options)

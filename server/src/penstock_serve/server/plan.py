@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.config import CacheSettings, TierKind
     from penstock.toolkit import Secret
     from penstock_serve.engine.architecture import Architecture
+    from penstock_serve.server.serve_options import ServeOptions
 
 ROUTER = "router"
 """The role of a command that starts no instances and accepts those of other commands."""
@@ -56,40 +57,6 @@ _NAMES = {
 }
 """How instances are named, before their number."""
 TableT = TypeVar("TableT", EngineTable, ServeTable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The options of the command line; `None`: the file's value, or the default."""
-
-    model: str | None = None
-    tp: int | None = None
-    host_gib: float | None = None
-    disk: str | None = None
-    disk_gib: float | None = None
-    blocks: int | None = None
-    block_tokens: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    host: str | None = None
-    port: int | None = None
-    api_key: str | None = field(default=None, repr=False)
-    api_key_file: str | None = None
-    allowed_hosts: str | None = None
-    drain_s: float | None = None
-    silence_s: float | None = None
-    log_level: str | None = None
-    log_json: bool | None = None
-    instances: int | None = None
-    role: str | None = None
-    prefill: int | None = None
-    decode: int | None = None
-    prefill_tp: int | None = None
-    decode_tp: int | None = None
-    handoff_host: str | None = None
-    router: str | None = None
-    number: int | None = None
-    keys_file: str | None = None
 
 
 PLACES = ("model", "disk", "keys_file", "router", "handoff_host")
