@@ -32,7 +32,6 @@ from penstock.config.toml import VERSION as VERSION
 from penstock.config.toml import load_completed as load_completed
 from penstock.config.toml import load_config as load_config
 from penstock.config.toml import parse_config as parse_config
-from penstock.config.toml import texts_under as texts_under
 from penstock.config.values import AUTO as AUTO
 from penstock.config.values import DEVICE_NAME as DEVICE_NAME
 from penstock.config.values import KEY_VARIABLE as KEY_VARIABLE
@@ -51,9 +50,12 @@ from penstock.config.values import ModelSettings as ModelSettings
 from penstock.config.values import RoutingTable as RoutingTable
 from penstock.config.values import ServeTable as ServeTable
 from penstock.config.values import TierKind as TierKind
+from penstock.vocabulary.schema import Flag as Flag
 from penstock.vocabulary.schema import Gib as Gib
 from penstock.vocabulary.schema import Number as Number
 from penstock.vocabulary.schema import String as String
 from penstock.vocabulary.schema import TierOption as TierOption
 from penstock.vocabulary.schema import Value as Value
+from penstock.vocabulary.schema import ValueKind as ValueKind
 from penstock.vocabulary.schema import Whole as Whole
+from penstock.vocabulary.schema import texts_under as texts_under

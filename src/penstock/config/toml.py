@@ -16,18 +16,13 @@ is left out.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import reprlib
-import textwrap
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +50,7 @@ from penstock.vocabulary.schema import (
     Whole,
     nearest,
     settings_of,
+    texts_under,
     unknown,
 )
 
@@ -543,25 +539,6 @@ def meaning_of(setting: Setting | TierOption) -> str:
     """What a key of ours means."""
     assert isinstance(setting, Setting), "an option of another distribution"
     return setting.meaning or _as_meaning(texts_under(setting.owner)[setting.field])
-
-
-@cache
-def texts_under(owner: type) -> Mapping[str, str]:
-    """The first paragraph under each field of a class and of its bases."""
-    found = {}
-    for each in reversed(owner.__mro__[:-1]):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(node, ast.ClassDef)
-        for field, below in pairwise(node.body):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    found[name] = " ".join(text.partition("\n\n")[0].split())
-                case _:
-                    pass
-    return found
 
 
 def _as_meaning(text: str) -> str:

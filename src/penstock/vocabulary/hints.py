@@ -13,22 +13,32 @@ field of a trace. Blocks that are let go are found until others need their room.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import shown
+from penstock.vocabulary.schema import Flag, Number, ValueKind, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HINT_FIELDS = ("over", "keep_tokens", "ttl_s", "priority")
+T = TypeVar("T")
 HINT_PRIORITY_MAX = 100
 TTL_MAX_S = 604_800.0
 """A week: what is kept for longer is pinned by an operator, not by a client."""
 KEEP_TOKENS_MAX = 1 << 27
+TTL_IS = f"a number of seconds above 0 and at most {TTL_MAX_S:g}"
 RAISED_S = 3600.0
 """How long a priority above 0 lasts where no `ttl_s` is given: blocks that nobody comes back for do
 not take their client's share for ever."""
+_KINDS: Mapping[str, ValueKind[Any]] = {
+    "over": Flag(),
+    "keep_tokens": Whole(minimum=0, maximum=KEEP_TOKENS_MAX),
+    "ttl_s": Number(minimum=math.ulp(0.0), maximum=TTL_MAX_S),
+    "priority": Whole(minimum=-HINT_PRIORITY_MAX, maximum=HINT_PRIORITY_MAX),
+}
+HINT_FIELDS = tuple(_KINDS)
 RETENTIONS = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
 """Values of OpenAI's `prompt_cache_retention`, and for how many seconds blocks are then kept before
 others."""
@@ -64,22 +74,18 @@ def read_hints(given: Mapping[Any, object], place: str = "penstock") -> Retentio
         ValueError: a field is unknown or wrong; the message begins with its name.
     """
     for name in given:
-        if name not in HINT_FIELDS:
-            known = ", ".join(HINT_FIELDS)
+        if name not in _KINDS:
+            known = ", ".join(_KINDS)
             raise ValueError(f"{place}.{_named(name)} is no hint, must be one of {known}")
-    over = given.get("over")
-    if over is not None and not isinstance(over, bool):
-        _refuse(place, "over", over, "true or false")
-    keep = _whole(place, "keep_tokens", given.get("keep_tokens"), 0, KEEP_TOKENS_MAX)
+    found = {name: _taken(place, name, given.get(name), kind) for name, kind in _KINDS.items()}
+    over, keep = found["over"], found["keep_tokens"]
     if over and keep:
-        _refuse(place, "keep_tokens", keep, "left out, or over left out: one says all")
+        raise ValueError(
+            f"{place}.keep_tokens is {keep}, must be left out, or over left out: one says all"
+        )
     return _lasting(
         RetentionHints(
-            priority=_whole(
-                place, "priority", given.get("priority"), -HINT_PRIORITY_MAX, HINT_PRIORITY_MAX
-            ),
-            ttl_s=_seconds(place, given.get("ttl_s")),
-            keep_tokens=0 if over else keep,
+            priority=found["priority"], ttl_s=found["ttl_s"], keep_tokens=0 if over else keep
         )
     )
 
@@ -105,30 +111,16 @@ def _lasting(hints: RetentionHints) -> RetentionHints:
     return RetentionHints(priority=hints.priority, ttl_s=RAISED_S, keep_tokens=hints.keep_tokens)
 
 
-def _whole(place: str, name: str, value: object, low: int, high: int) -> int | None:
-    if value is None:
+def _taken(place: str, name: str, given: object, kind: ValueKind[T]) -> T | None:
+    if given is None:
         return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        _refuse(place, name, value, f"a whole number from {low} to {high}")
-    return value
-
-
-def _seconds(place: str, value: object) -> float | None:
-    if value is None:
-        return None
-    right = f"a number of seconds above 0 and at most {TTL_MAX_S:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        _refuse(place, "ttl_s", value, right)
-    # NaN is refused too: no comparison with it is true.
-    if not 0 < value <= TTL_MAX_S:
-        _refuse(place, "ttl_s", value, right)
-    return float(value)
-
-
-def _refuse(place: str, name: str, value: object, right: str) -> NoReturn:
-    raise ValueError(f"{place}.{name} is {shown(value)}, must be {right}")
+    if isinstance(given, float) and given.is_integer() and isinstance(kind, Whole):
+        given = int(given)
+    found = kind.taken(given)
+    if found is None:
+        right = TTL_IS if name == "ttl_s" else kind
+        raise ValueError(f"{place}.{name} is {shown(given)}, must be {right}")
+    return found
 
 
 def _named(name: object) -> str:

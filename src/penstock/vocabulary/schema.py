@@ -26,12 +26,16 @@ so that a field has its type and not the text of it.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
 from penstock.errors import ConfigError
 
@@ -41,44 +45,63 @@ if TYPE_CHECKING:
     from penstock.extensions import ExtensionGroup
 
 
+T = TypeVar("T")
+
+
 def _refused(place: str, value: object, must_be: object) -> ConfigError:
     return ConfigError(place, f"is {value!r}, must be {must_be}")
 
 
+class ValueKind(Generic[T]):
+    """What all kinds have in common; others use `taken`, for messages of their own."""
+
+    __slots__ = ()
+
+    def taken(self, value: object) -> T | None:
+        """The value as it is used; `None`: it is not of this kind."""
+        raise NotImplementedError
+
+    def plain(self, value: object) -> object:
+        """What a value of a file stands for."""
+        return value
+
+    def read(self, place: str, value: object) -> T:
+        """Returns the value, or refuses it in the name of `place`."""
+        value = self.plain(value)
+        taken = self.taken(value)
+        if taken is None:
+            raise _refused(place, value, self)
+        return taken
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class Whole(ValueKind[int]):
     """A whole number within bounds."""
 
     minimum: int
     maximum: int
 
-    def read(self, place: str, value: object) -> int:
-        """Returns the value, or refuses it in the name of `place`."""
+    def taken(self, value: object) -> int | None:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _refused(place, value, self)
-        if not self.minimum <= value <= self.maximum:
-            raise _refused(place, value, self)
-        return value
+            return None
+        return value if self.minimum <= value <= self.maximum else None
 
     def __str__(self) -> str:
         return f"a whole number from {self.minimum} to {self.maximum}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
+class Number(ValueKind[float]):
     """A number within bounds, with or without a fraction."""
 
     minimum: float
     maximum: float
 
-    def read(self, place: str, value: object) -> float:
-        """Returns the value, or refuses it in the name of `place`."""
+    def taken(self, value: object) -> float | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _refused(place, value, self)
+            return None
         # Written so that `nan`, which compares with nothing, is refused too.
-        if not self.minimum <= value <= self.maximum:
-            raise _refused(place, value, self)
-        return float(value)
+        return float(value) if self.minimum <= value <= self.maximum else None
 
     def __str__(self) -> str:
         return f"a number from {self.minimum:g} to {self.maximum:g}"
@@ -107,12 +130,9 @@ def size_bytes(text: str) -> float | None:
 class Bytes(Whole):
     """A number of bytes: a whole number, or a size with its unit."""
 
-    def read(self, place: str, value: object) -> int:
-        """Returns the number of bytes, or refuses the value in the name of `place`."""
+    def plain(self, value: object) -> object:
         size = size_bytes(value) if isinstance(value, str) else None
-        if size is not None and size.is_integer():
-            value = int(size)
-        return Whole.read(self, place, value)
+        return int(size) if size is not None and size.is_integer() else value
 
     def __str__(self) -> str:
         return f"a number of bytes from {self.minimum} to {self.maximum}, {_OR_A_SIZE}"
@@ -122,30 +142,33 @@ class Bytes(Whole):
 class Gib(Number):
     """A number of GiB, or a size with its unit."""
 
-    def read(self, place: str, value: object) -> float:
-        """Returns the number of GiB, or refuses the value in the name of `place`."""
+    def plain(self, value: object) -> object:
         size = size_bytes(value) if isinstance(value, str) else None
-        return Number.read(self, place, value if size is None else size / (1 << 30))
+        return value if size is None else size / (1 << 30)
 
     def __str__(self) -> str:
         return f"a number of GiB from {self.minimum:g} to {self.maximum:g}, {_OR_A_SIZE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class String:
+class String(ValueKind[str]):
     """A string, any or one of `choices`."""
 
     choices: tuple[str, ...] = ()
     others: ExtensionGroup[Any] | None = None
+    """Entry points that add choices."""
     replaced: Mapping[str, str] | None = None
     """Names of earlier versions, with what took their place."""
-    """Entry points that add choices."""
+
+    def taken(self, value: object) -> str | None:
+        is_known = isinstance(value, str) and (not self.choices or value in self.choices)
+        return value if is_known else None  # type: ignore[return-value]
 
     def read(self, place: str, value: object) -> str:
         """Returns the value, or refuses it in the name of `place`."""
         if not isinstance(value, str):
             raise _refused(place, value, self)
-        if not self.choices or value in self.choices:
+        if self.taken(value) is not None:
             return value
         if self.others is not None and self.others.find(value, place) is not None:
             return value
@@ -159,7 +182,7 @@ class String:
 
 
 @dataclass(frozen=True, slots=True)
-class EnumChoice:
+class EnumChoice(ValueKind[Enum]):
     """A member of an enum, by its value."""
 
     members: type[Enum]
@@ -176,21 +199,18 @@ class EnumChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
+class Flag(ValueKind[bool]):
     """Yes or no."""
 
-    def read(self, place: str, value: object) -> bool:
-        """Returns the value, or refuses it in the name of `place`."""
-        if not isinstance(value, bool):
-            raise _refused(place, value, self)
-        return value
+    def taken(self, value: object) -> bool | None:
+        return value if isinstance(value, bool) else None
 
     def __str__(self) -> str:
         return "true or false"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Shares(ValueKind[dict[str, float]]):
     """A table that gives tenants their share of a tier's slots."""
 
     def read(self, place: str, value: object) -> dict[str, float]:
@@ -204,7 +224,6 @@ class Shares:
         return "a table of tenants, each with a number from 0 to 1"
 
 
-Key: TypeAlias = Whole | Number | String | EnumChoice | Flag | Shares
 Value: TypeAlias = bool | int | float | str
 
 Text: TypeAlias = Annotated[str, String()]
@@ -215,7 +234,7 @@ YesNo: TypeAlias = Annotated[bool, Flag()]
 class TierOption:
     """A key that only one kind of tier has, with its default."""
 
-    key: Key
+    key: ValueKind[Any]
     default: Value | None
     """`None`: the key must be given."""
 
@@ -250,6 +269,25 @@ def _settings_of(owner: type) -> Mapping[str, Setting]:
             default = default.value if isinstance(default, Enum) else default
             name = names[0] if names else each.name
             found[name] = Setting(key=kind, default=default, owner=owner, field=each.name)
+    return found
+
+
+@cache
+def texts_under(owner: type) -> Mapping[str, str]:
+    """The first paragraph under each field of a class and of its bases."""
+    found = {}
+    for each in reversed(owner.__mro__[:-1]):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in pairwise(node.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.partition("\n\n")[0].split())
+                case _:
+                    pass
     return found
 
 

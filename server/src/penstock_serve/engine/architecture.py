@@ -21,14 +21,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from penstock.config import Flag, Number, Whole
 from penstock.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from penstock.config import ValueKind
+
+T = TypeVar("T")
 
 LAYERS_MAX = 1_024
 """Bounds of what a file may say; each is several times what the largest models have."""
@@ -274,30 +278,18 @@ class Fields:
         self, name: str, *, minimum: int = 1, maximum: int, default: int | None = None
     ) -> int:
         """A whole number; without a default it must be there."""
-        value = self._value(name, default)
-        right = f"a whole number from {minimum} to {maximum}"
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            self.refuse(name, f"is {shown(value)}, must be {right}")
-        return value
+        return self._taken(name, default, Whole(minimum=minimum, maximum=maximum))
 
     def number(
         self, name: str, *, above: float = 0.0, maximum: float, default: float | None = None
     ) -> float:
         """A finite number; without a default it must be there."""
-        value = self._value(name, default)
+        kind = Number(minimum=math.nextafter(above, math.inf), maximum=maximum)
         right = f"a number above {above:g} and up to {maximum:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(name, f"is {shown(value)}, must be {right}")
-        # `nan` compares with nothing; a whole number may be too large for a float.
-        if not above < value <= maximum or not math.isfinite(value):
-            self.refuse(name, f"is {shown(value)}, must be {right}")
-        return float(value)
+        return self._taken(name, default, kind, right)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            self.refuse(name, f"is {shown(value)}, must be true or false")
-        return value
+        return self._taken(name, default, Flag())
 
     def table(self, name: str) -> Fields:
         """Fields within a field; none where it is missing or null."""
@@ -308,13 +300,16 @@ class Fields:
             self.refuse(name, f"is {shown(value)}, must be an object")
         return Fields(f"{self.file}: {name}", value)
 
-    def _value(self, name: str, default: object) -> object:
+    def _taken(self, name: str, default: object, kind: ValueKind[T], right: str = "") -> T:
         value = self.values.get(name)
         if value is None:
             value = default
         if value is None:
             self.refuse(name, "is missing")
-        return value
+        found = kind.taken(value)
+        if found is None:
+            self.refuse(name, f"is {shown(value)}, must be {right or kind}")
+        return found
 
 
 def read_json(path: Path) -> Fields:

@@ -10,23 +10,34 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.config import Number, Whole
 from penstock.errors import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 LOGPROBS_MAX = 20
 TOP_K_MAX = 1 << 20
+RANGES: Mapping[str, Whole | Number] = {
+    "temperature": Number(minimum=0, maximum=2),
+    "top_p": Number(minimum=math.ulp(0.0), maximum=1),
+    "top_k": Whole(minimum=0, maximum=TOP_K_MAX),
+    "min_p": Number(minimum=0, maximum=1),
+    "logprobs": Whole(minimum=0, maximum=LOGPROBS_MAX),
+    "repetition_penalty": Number(minimum=0.01, maximum=100),
+    "presence_penalty": Number(minimum=-2, maximum=2),
+    "frequency_penalty": Number(minimum=-2, maximum=2),
+}
+"""Of the options that a request may set."""
 TEMPERATURE_MIN = 1e-5
 """Below it, the most likely token is taken: logits divided by less overflow."""
-REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
-PENALTY_MAX = 2.0
 BIAS_MAX = 100.0
 BIASES_MAX = 1024
 
@@ -63,20 +74,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, minimum, maximum in (
-            ("temperature", 0, 2),
-            ("top_k", 0, TOP_K_MAX),
-            ("min_p", 0, 1),
-            ("logprobs", 0, LOGPROBS_MAX),
-            ("repetition_penalty", REPETITION_MIN, REPETITION_MAX),
-            ("presence_penalty", -PENALTY_MAX, PENALTY_MAX),
-            ("frequency_penalty", -PENALTY_MAX, PENALTY_MAX),
-        ):
+        for name, kind in RANGES.items():
             value = getattr(self, name)
-            if not minimum <= value <= maximum:
-                raise ValueError(f"{name} is {value}, must be from {minimum:g} to {maximum:g}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, must be above 0 and at most 1")
+            if not kind.minimum <= value <= kind.maximum:
+                right = f"from {kind.minimum:g} to {kind.maximum:g}"
+                right = "above 0 and at most 1" if name == "top_p" else right
+                raise ValueError(f"{name} is {value}, must be {right}")
         if len(self.logit_bias) > BIASES_MAX or not all(
             abs(bias) <= BIAS_MAX for _, bias in self.logit_bias
         ):

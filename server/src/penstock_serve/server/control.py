@@ -117,14 +117,14 @@ def read_order(shape: type[AskedT], body: bytes) -> AskedT:
 
 
 def _path(name: str, value: object) -> str:
-    path = word(name, value)
+    path: str = word(name, value)
     if not path or "\0" in path:
         refuse(name, value, "a folder with a checkpoint, or a .gguf file")
     return path
 
 
 def _version(name: str, value: object) -> str:
-    version = word(name, value)
+    version: str = word(name, value)
     length = len(version.encode())
     if not 1 <= length <= VERSION_BYTES_MAX:
         raise BadRequest(

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import msgspec
 
+from penstock.config import Flag, Number, String, ValueKind, Whole
 from penstock.errors import shown
 
 LABELS_MAX = 16
@@ -44,54 +45,34 @@ def refuse(name: str, value: object, right: str) -> NoReturn:
 # Readers of values.
 
 
-def flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        refuse(name, value, "true or false")
-    return value
+def read_as(kind: ValueKind[Any], right: str = "") -> Read:
+    """The reader of a kind of values, as the configuration file has them, too."""
+
+    def read(name: str, value: object) -> object:
+        if isinstance(value, float) and value.is_integer() and isinstance(kind, Whole):
+            value = int(value)  # In JSON, 16.0 is a whole number.
+        found = kind.taken(value)
+        if found is None:
+            refuse(name, value, right or str(kind))
+        return found
+
+    return read
 
 
-def word(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        refuse(name, value, "a string")
-    return value
+flag = read_as(Flag())
+word = read_as(String())
 
 
 def one_of(*choices: str) -> Read:
-
-    def read(name: str, value: object) -> str:
-        if not isinstance(value, str) or value not in choices:
-            refuse(name, value, f"one of {', '.join(map(repr, choices))}")
-        return value
-
-    return read
+    return read_as(String(choices=choices), f"one of {', '.join(map(repr, choices))}")
 
 
 def whole(minimum: int, maximum: int, right: str = "") -> Read:
-    """A whole number within bounds; 16.0 is one, too."""
-    right = right or f"a whole number from {minimum} to {maximum}"
-
-    def read(name: str, value: object) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            refuse(name, value, right)
-        return value
-
-    return read
+    return read_as(Whole(minimum=minimum, maximum=maximum), right)
 
 
 def number(minimum: float, maximum: float, right: str = "") -> Read:
-    right = right or f"a number from {minimum:g} to {maximum:g}"
-
-    def read(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            refuse(name, value, right)
-        # NaN is refused too: no comparison with it is true.
-        if not minimum <= value <= maximum:
-            refuse(name, value, right)
-        return float(value)
-
-    return read
+    return read_as(Number(minimum=minimum, maximum=maximum), right)
 
 
 def labels(name: str, value: object) -> dict[str, str]:

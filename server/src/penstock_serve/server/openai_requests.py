@@ -20,21 +20,14 @@ from penstock.toolkit import (
     with_retention,
 )
 from penstock_serve.engine.requests import ANSWERS_MAX, TOKENS_MAX
-from penstock_serve.engine.sampling_options import (
-    BIAS_MAX,
-    BIASES_MAX,
-    LOGPROBS_MAX,
-    PENALTY_MAX,
-    REPETITION_MAX,
-    REPETITION_MIN,
-    TOP_K_MAX,
-)
+from penstock_serve.engine.sampling_options import BIAS_MAX, BIASES_MAX, RANGES, TOP_K_MAX
 from penstock_serve.server.fields import (
     BadRequest,
     flag,
     number,
     one_of,
     only,
+    read_as,
     read_fields,
     read_object,
     readers_of,
@@ -70,6 +63,7 @@ TEMPLATE_OWN = frozenset(
     }
 )
 """What a template gets from the server and its tokenizer."""
+_TOP_P = "a number above 0 and at most 1"
 _TEXTS = "a text, or a list of texts"
 
 
@@ -78,13 +72,13 @@ class TextRequest:
     """The fields of completions and chats, and how each is read; `None`: the model's default."""
 
     model: Annotated[str | None, word] = None
-    temperature: Annotated[float | None, number(0, 2)] = None
-    top_p: Annotated[float | None, number(5e-324, 1, "a number above 0 and at most 1")] = None
+    temperature: Annotated[float | None, read_as(RANGES["temperature"])] = None
+    top_p: Annotated[float | None, read_as(RANGES["top_p"], _TOP_P)] = None
     top_k: Annotated[int | None, _top_k] = None
-    min_p: Annotated[float | None, number(0, 1)] = None
-    repetition_penalty: Annotated[float | None, number(REPETITION_MIN, REPETITION_MAX)] = None
-    presence_penalty: Annotated[float, number(-PENALTY_MAX, PENALTY_MAX)] = 0.0
-    frequency_penalty: Annotated[float, number(-PENALTY_MAX, PENALTY_MAX)] = 0.0
+    min_p: Annotated[float | None, read_as(RANGES["min_p"])] = None
+    repetition_penalty: Annotated[float | None, read_as(RANGES["repetition_penalty"])] = None
+    presence_penalty: Annotated[float, read_as(RANGES["presence_penalty"])] = 0.0
+    frequency_penalty: Annotated[float, read_as(RANGES["frequency_penalty"])] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], _biases] = ()
     n: Annotated[int, whole(1, ANSWERS_MAX)] = 1
     seed: Annotated[int | None, whole(-(2**63), 2**63 - 1, "a whole number of 64 bits")] = None
@@ -280,7 +274,7 @@ def _cache_key(name: str, value: object) -> str:
 
 def _completion_logprobs(name: str, value: object) -> int | None:
     # Clients that have one field for both paths send false here.
-    return None if value is False else whole(0, LOGPROBS_MAX)(name, value)
+    return None if value is False else read_as(RANGES["logprobs"])(name, value)
 
 
 def _prompts(name: str, value: object) -> tuple[str | list[int], ...]:
@@ -420,6 +414,6 @@ _CHAT: Mapping[str, Read] = {
     "max_tokens": whole(1, TOKENS_MAX),
     "max_completion_tokens": whole(1, TOKENS_MAX),
     "logprobs": flag,
-    "top_logprobs": whole(0, LOGPROBS_MAX),
+    "top_logprobs": read_as(RANGES["logprobs"]),
     "echo": only((False,), why="false: a chat's answer is the next message alone"),
 }

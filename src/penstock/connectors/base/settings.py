@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.config import load_config, parse_config
+from penstock.config import Flag, load_config, parse_config
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def read_flag(extra: Mapping[str, object], name: str, where: str) -> bool:
 
     Raises `ConfigError`: it is neither.
     """
-    given = extra.get(name, False)
-    if not isinstance(given, bool):
-        raise ConfigError(f"{where}.{name}", f"is {given!r}, must be true or false")
-    return given
+    return Flag().read(f"{where}.{name}", extra.get(name, False))
 
 
 def is_version(version: str, tested: Sequence[tuple[int, ...]]) -> bool:
