@@ -6,8 +6,9 @@ import shlex
 import sys
 from enum import Enum
 from functools import partial
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -53,6 +54,9 @@ from penstock.cli.conventions import ConfigOption, JsonOption, write_json
 from penstock.cli.store import stored_tiers_of
 from penstock.errors import UnavailableError, install_hint
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 commands = typer.Typer(no_args_is_help=True)
 
 TRANSFER_ROUNDS = 7
@@ -96,12 +100,39 @@ IdleOption = Annotated[
 ]
 
 
-@commands.command("transfer")
+def bench(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that fills a report, which is then shown; adds `--json` and `--check`."""
+
+    def add(measure: Callable[..., None]) -> Callable[..., None]:
+        def command(
+            *, json: JsonOption = None, check: CheckOption = False, **given: object
+        ) -> None:
+            report = BenchReport(
+                version=penstock.__version__,
+                command=shlex.join(["lab", *sys.argv[1:]]),
+                say=partial(typer.echo, err=True),
+            )
+            measure(report, **given)
+            if json is None or str(json) != "-":
+                report.show(sys.stdout)
+            if json is not None:
+                write_json(json, report.to_builtins())
+            raise typer.Exit(report.exit_code(check=check))
+
+        _, *own = signature(measure, eval_str=True).parameters.values()
+        json, check, _ = signature(command, eval_str=True).parameters.values()
+        command.__signature__ = Signature([json, *own, check])  # type: ignore[attr-defined]
+        commands.command(name, help=measure.__doc__)(command)
+        return measure
+
+    return add
+
+
+@bench("transfer")
 def bench_transfer(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     rounds: RoundsOption = TRANSFER_ROUNDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure copies between a GPU and host memory, beside other ways (needs CUDA)."""
     try:
@@ -111,15 +142,13 @@ def bench_transfer(
             "bench transfer needs CUDA, and there is no module "
             f"{error.name}: {install_hint('torch')}"
         ) from error
-    report = new_report()
     run_transfer(report, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
-@commands.command("handoff")
+@bench("handoff")
 def bench_handoff(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     device: Annotated[
         BenchDevice, typer.Option("--device", help="cpu: rank processes; cuda: one GPU, two pools.")
     ] = BenchDevice.CPU,
@@ -128,10 +157,8 @@ def bench_handoff(
         typer.Option("--transport", help="nixl: beside a plain NIXL write, with --device cpu."),
     ] = BenchTransport.SHARED_MEMORY,
     rounds: RoundsOption = HANDOFF_ROUNDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure the handoff: throughput, what decode has to wait for, CPU time a part."""
-    report = new_report()
     if transport is BenchTransport.NIXL:
         if device is not BenchDevice.CPU:
             raise typer.BadParameter("is nixl, must be shared_memory with --device cuda")
@@ -140,7 +167,6 @@ def bench_handoff(
         run_handoff(report, rounds=rounds)
     else:
         _run_handoff_on_cuda(report, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
 def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
@@ -157,13 +183,13 @@ def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     run_handoff_on_cuda(report, rounds=rounds)
 
 
-@commands.command("disk")
+@bench("disk")
 def bench_disk(
+    report: BenchReport,
     *,
     folder: Annotated[
         Path, typer.Option("--folder", metavar="PATH", help="On the disk that is measured.")
     ] = Path(),
-    json: JsonOption = None,
     rounds: RoundsOption = DISK_ROUNDS,
     only: Annotated[
         str,
@@ -176,34 +202,28 @@ def bench_disk(
     device: Annotated[
         BenchDevice, typer.Option("--device", help="Of first-token: cuda has the sizes of an 8B.")
     ] = BenchDevice.CPU,
-    check: CheckOption = False,
 ) -> None:
     """Measure the disk tier beside fio, its store process, and a first token from disk."""
     parts = set(only.split(","))
     if not parts <= {"rates", "process", "first-token"}:
         raise typer.BadParameter(f"--only is {only}, must be of rates, process, first-token")
-    report = new_report()
     if "rates" in parts:
         run_disk(report, folder=folder, rounds=rounds)
     if "process" in parts:
         run_store_process(report, folder=folder, rounds=rounds)
     if "first-token" in parts:
         _run_first_token(report, folder=folder, rounds=rounds, device=device)
-    finish(report, json=json, check=check)
 
 
-@commands.command("store")
+@bench("store")
 def bench_store(
+    report: BenchReport,
     *,
     config: ConfigOption = None,
-    json: JsonOption = None,
     rounds: RoundsOption = STORE_ROUNDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure the shared stores of a configuration beside the plain client of each."""
-    report = new_report()
     run_store(report, stored_tiers_of(config).tiers, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
 def _run_first_token(
@@ -222,10 +242,10 @@ def _run_first_token(
     run_first_token(report, plan, folder=folder, rounds=rounds)
 
 
-@commands.command("engine")
+@bench("engine")
 def bench_engine(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     rounds: RoundsOption = 3,
     only: Annotated[
         str,
@@ -240,10 +260,8 @@ def bench_engine(
     layer_wise: Annotated[
         str, typer.Option("--layer-wise", help="off, or auto: steps join loads layer by layer.")
     ] = "off",
-    check: CheckOption = False,
 ) -> None:
     """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
-    report = new_report()
     parts = tuple(only.split(","))
     _run_engine(
         report,
@@ -253,7 +271,6 @@ def bench_engine(
         load_gate=load_gate,
         layer_wise=layer_wise,
     )
-    finish(report, json=json, check=check)
 
 
 def _run_engine(
@@ -284,10 +301,10 @@ def _run_engine(
     run_engine(report, plan)
 
 
-@commands.command("traffic")
+@bench("traffic")
 def bench_traffic(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     only: Annotated[
         str,
         typer.Option("--only", metavar="WORKLOADS", help="Some of the workloads, by semicolon."),
@@ -303,7 +320,6 @@ def bench_traffic(
     window: Annotated[
         float, typer.Option("--window", min=1.0, help="Seconds of requests in one run.")
     ] = 12.0,
-    check: CheckOption = False,
 ) -> None:
     """Measure requests a second in time, by cache, on a GPU (needs CUDA)."""
     try:
@@ -323,7 +339,6 @@ def bench_traffic(
     variants = _chosen("--caches", caches, list(VARIANTS))
     if not torch.cuda.is_available():
         raise UnavailableError("bench traffic needs a CUDA device, and torch sees none")
-    report = new_report()
     plan = TrafficPlan.sized(
         device_gib=device_gib,
         host_gib=host_gib,
@@ -332,11 +347,11 @@ def bench_traffic(
         workloads={name: WORKLOADS[name] for name in workloads},
     )
     run_traffic(report, plan)
-    finish(report, json=json, check=check)
 
 
-@commands.command("disk-peers")
+@bench("disk-peers")
 def bench_disk_peers(
+    report: BenchReport,
     *,
     peer_python: Annotated[
         Path,
@@ -349,20 +364,16 @@ def bench_disk_peers(
     folder: Annotated[
         Path, typer.Option("--folder", metavar="PATH", help="On the disk that is measured.")
     ] = Path(),
-    json: JsonOption = None,
     rounds: RoundsOption = 3,
-    check: CheckOption = False,
 ) -> None:
     """Measure the disk tier beside vLLM's file-system tier and LMCache's disk backend."""
-    report = new_report()
     run_disk_peers(report, python=peer_python, folder=folder, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
-@commands.command("compression")
+@bench("compression")
 def bench_compression(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     rounds: RoundsOption = 5,
     tokens: Annotated[
         int, typer.Option("--tokens", min=16, max=2048, help="Of the page whose KV is used.")
@@ -378,15 +389,13 @@ def bench_compression(
     rates = _counts(links, option="--links") if links else ()
     from lab.bench.compression import run_compression  # noqa: PLC0415  (needs torch)
 
-    report = new_report()
     run_compression(report, tokens=tokens, rounds=rounds, links=rates)
-    finish(report, json=json, check=False)
 
 
-@commands.command("transformers")
+@bench("transformers")
 def bench_transformers(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     rounds: RoundsOption = 7,
     shape: Annotated[
         str, typer.Option("--shape", help="Of the model: tiny, 135m (SmolLM2), 8b (Llama 3.1).")
@@ -397,28 +406,23 @@ def bench_transformers(
     tokens: Annotated[
         int, typer.Option("--tokens", min=16, max=100_000, help="Of the document.")
     ] = 1024,
-    check: CheckOption = False,
 ) -> None:
     """Measure first tokens by transformers: questions about a document, with and without us."""
     from lab.bench.transformers_first_token import SHAPES, run_transformers  # noqa: PLC0415
 
     if shape not in SHAPES:
         raise typer.BadParameter(f"{shape!r}: must be one of {', '.join(SHAPES)}")
-    report = new_report()
     run_transformers(report, shape=shape, device=device.value, tokens=tokens, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
-@commands.command("index")
+@bench("index")
 def bench_index(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     peer_python: PeerOption = None,
     rounds: RoundsOption = ROUNDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure the index beside vLLM's: keys, hits, misses, eviction, growth, memory."""
-    report = new_report()
     if peer_python is None:
         report.add_note("no peer: pass --peer-python to compare with vLLM in the same run")
         run_index(report, None, rounds=rounds)
@@ -427,13 +431,12 @@ def bench_index(
             run_index(report, peer, rounds=rounds)
     run_policies(report, rounds=rounds)
     run_growth(report)
-    finish(report, json=json, check=check)
 
 
-@commands.command("vllm")
+@bench("vllm")
 def bench_vllm(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     peer_python: PeerOption = None,
     rounds: RoundsOption = VLLM_ROUNDS,
     only: Annotated[
@@ -455,14 +458,12 @@ def bench_vllm(
     together: Annotated[
         str, typer.Option("--together", metavar="N,…", help="With --handoff: prompts at a time.")
     ] = ",".join(map(str, HandoffPlan().together)),
-    check: CheckOption = False,
 ) -> None:
     """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
     known = HANDOFF_PARTS if handoff else (*WORKLOAD, RECORDING)
     names = only.split(",") if only else known
     if not set(names) <= set(known):
         raise typer.BadParameter(f"is {only!r}, must be of {', '.join(known)}", param_hint="--only")
-    report = new_report()
     if handoff:
         plan = HandoffPlan(
             rounds=rounds,
@@ -471,19 +472,18 @@ def bench_vllm(
             parts=names,
         )
         run_vllm_handoff(report, python=peer_python or Path(sys.executable), plan=plan)
-        finish(report, json=json, check=check)
+        return
     python = peer_python or Path(sys.executable)
     if workloads := [WORKLOAD[name] for name in dict.fromkeys(names) if name != RECORDING]:
         run_vllm(report, python=python, rounds=rounds, workloads=workloads)
     if RECORDING in names:
         run_recording(report, python=python, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
-@commands.command("vllm-gpu")
+@bench("vllm-gpu")
 def bench_vllm_gpu(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     peer_python: PeerOption = None,
     rounds: RoundsOption = GPU.rounds,
     shape: Annotated[
@@ -520,7 +520,6 @@ def bench_vllm_gpu(
         more = msgspec.json.decode(options, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise typer.BadParameter(f"must be an object: {error}", param_hint="--options") from error
-    report = new_report()
     plan = GpuPlan(
         shape=shape,
         parts=parts.split(","),
@@ -532,13 +531,12 @@ def bench_vllm_gpu(
         options=more,
     )
     run_vllm_gpu(report, python=peer_python or Path(sys.executable), plan=plan)
-    finish(report, json=json, check=False)
 
 
-@commands.command("shared-prefix")
+@bench("shared-prefix")
 def bench_shared_prefix(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     peer_python: PeerOption = None,
     prompts: Annotated[
         int, typer.Option("--prompts", min=1, max=100, help="Each is asked of every side.")
@@ -549,7 +547,6 @@ def bench_shared_prefix(
     only: Annotated[
         str, typer.Option("--only", metavar="SIDES", help=f"By comma: {', '.join(SHARED_SIDES)}.")
     ] = "",
-    check: CheckOption = False,
 ) -> None:
     """Measure first tokens of prompts that another vLLM replica has computed."""
     names = tuple(dict.fromkeys(only.split(","))) if only else SHARED_SIDES
@@ -560,16 +557,14 @@ def bench_shared_prefix(
         raise typer.BadParameter(
             f"is {tokens}, must be a multiple of {PREFIX_STEP}", param_hint="--tokens"
         )
-    report = new_report()
     python = peer_python or Path(sys.executable)
     run_vllm_shared(report, python=python, tokens=tokens, prompts=prompts, sides=names)
-    finish(report, json=json, check=check)
 
 
-@commands.command("sglang")
+@bench("sglang")
 def bench_sglang(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     peer_python: Annotated[
         Path | None,
         typer.Option(
@@ -587,7 +582,6 @@ def bench_sglang(
     only: Annotated[
         str, typer.Option("--only", metavar="SIDES", help=f"By comma: {', '.join(SGLANG_SIDES)}.")
     ] = "",
-    check: CheckOption = False,
 ) -> None:
     """Measure first tokens of prompts that an earlier SGLang process has computed."""
     names = tuple(dict.fromkeys(only.split(","))) if only else SGLANG_SIDES
@@ -598,16 +592,14 @@ def bench_sglang(
         raise typer.BadParameter(
             f"is {tokens}, must be a multiple of {SGLANG_PAGE}", param_hint="--tokens"
         )
-    report = new_report()
     python = peer_python or Path(sys.executable)
     run_sglang(report, python=python, tokens=tokens, prompts=prompts, sides=names)
-    finish(report, json=json, check=check)
 
 
-@commands.command("pair")
+@bench("pair")
 def bench_pair(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     device: Annotated[
         BenchDevice, typer.Option("--device", help="cuda: a model of 8B's sizes; cpu: a small one.")
     ] = BenchDevice.CUDA,
@@ -615,40 +607,30 @@ def bench_pair(
         str, typer.Option("--transport", help="What `[handoff]` has for the pair.")
     ] = "auto",
     rounds: RoundsOption = PAIR_ROUNDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure what a pair of instances adds to the first token, beside one instance."""
     from lab.bench.pair import run_pair  # noqa: PLC0415 - torch takes seconds
 
-    report = new_report()
     run_pair(report, device=device.value, rounds=rounds, transport=transport)
-    finish(report, json=json, check=check)
 
 
-@commands.command("peers")
-def bench_peers(
-    *, json: JsonOption = None, rounds: RoundsOption = PAIR_ROUNDS, check: CheckOption = False
-) -> None:
+@bench("peers")
+def bench_peers(report: BenchReport, *, rounds: RoundsOption = PAIR_ROUNDS) -> None:
     """Measure a handoff beside idle pairs: what working with many others costs."""
     from lab.bench.peers import run_peers  # noqa: PLC0415 - torch takes seconds
 
-    report = new_report()
     run_peers(report, rounds=rounds)
-    finish(report, json=json, check=check)
 
 
-@commands.command("interference")
+@bench("interference")
 def bench_interference(
+    report: BenchReport,
     *,
-    json: JsonOption = None,
     rounds: RoundsOption = interference.ROUNDS,
     idle_seconds: IdleOption = interference.IDLE_SECONDS,
-    check: CheckOption = False,
 ) -> None:
     """Measure what a host tier costs the thread of an engine, and what waiting for it costs."""
-    report = new_report()
     run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
-    finish(report, json=json, check=check)
 
 
 def _counts(text: str, *, option: str) -> tuple[int, ...]:
@@ -668,21 +650,3 @@ def _chosen(option: str, given: str, known: list[str]) -> list[str]:
     if unknown:
         raise typer.BadParameter(f"{option} has {unknown[0]!r}, must be of {'; '.join(known)}")
     return [each for each in known if each in named]
-
-
-def new_report() -> BenchReport:
-    """A report of the command that runs; how far it is goes to standard error."""
-    return BenchReport(
-        version=penstock.__version__,
-        command=shlex.join(["lab", *sys.argv[1:]]),
-        say=partial(typer.echo, err=True),
-    )
-
-
-def finish(report: BenchReport, *, json: Path | None, check: bool) -> NoReturn:
-    """Shows and writes a report, and ends the command with its status."""
-    if json is None or str(json) != "-":
-        report.show(sys.stdout)
-    if json is not None:
-        write_json(json, report.to_builtins())
-    raise typer.Exit(report.exit_code(check=check))

@@ -9,14 +9,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from penstock import __version__
-from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, name_model, show_result
+from penstock.cli.conventions import (
+    ConfigOption,
+    ExitStatus,
+    JsonOption,
+    name_model,
+    show_result,
+    with_options,
+)
 from penstock.config import STARTER_TOML, load_completed, load_config, parse_config
 from penstock.config.toml import key_tables
 from penstock.config.values import NOT_PERSISTED
@@ -33,12 +41,11 @@ if TYPE_CHECKING:
 
 
 commands = typer.Typer(no_args_is_help=True)
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")]
 
 
 @commands.command()
-def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
-) -> None:
+def check(file: FileArgument) -> None:
     """Say whether a configuration file is in order, and what it describes.
 
     A file that is not ends the command with status 2 and one line that names the key, its
@@ -77,118 +84,84 @@ def _described(config: Config) -> str:
     return f"{counted(config.cache.block_tokens, 'token')} a block; {' → '.join(parts)}"
 
 
-VllmRole = Annotated[
-    str,
-    typer.Option(help="kv_producer computes prompts for other engines, kv_consumer takes them."),
-]
-VllmHandoff = Annotated[
-    bool, typer.Option("--handoff", help="With the role kv_both, prompts go in both directions.")
-]
-VllmMayFail = Annotated[
-    bool,
-    typer.Option(
-        "--allow-fail",
-        help="A block that fails its checksum fails its request, in place of being computed.",
-    ),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is told, and how it is printed."""
+
+    inline: bool = False
+    """Put the content of FILE into what is printed, not its path."""
+    bare: bool = False
+    """Print the JSON alone, for a file or for Python."""
+    any_version: bool = False
+    """Try a version of the engine with which Penstock was not tested, too."""
 
 
-def print_vllm_flag(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
-    *,
-    inline: Annotated[
-        bool,
-        typer.Option("--inline", help="Put the content of FILE into the flag, not its path."),
-    ] = False,
-    bare: Annotated[
-        bool,
-        typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
-    ] = False,
-    layerwise: Annotated[
-        bool,
-        typer.Option(
-            "--layerwise",
-            help="Steps compute on loads while they arrive; not with vLLM's V2 model runner.",
-        ),
-    ] = False,
-    role: VllmRole = ROLE,
-    handoff: VllmHandoff = False,
-    allow_fail: VllmMayFail = False,
-    any_version: Annotated[
-        bool,
-        typer.Option(
-            "--any-version", help="Try a vLLM with which the connector was not tested, too."
-        ),
-    ] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions(EngineOptions):
+    """Those of `vllm-config`; flags are keys that the connector reads."""
+
+    layerwise: bool = False
+    """Steps compute on loads while they arrive; not with vLLM's V2 model runner."""
+    role: str = ROLE
+    """kv_producer computes prompts for other engines, kv_consumer takes them."""
+    handoff: bool = False
+    """With the role kv_both, prompts go in both directions."""
+    allow_fail: bool = False
+    """A block that fails its checksum fails its request, in place of being computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangOptions(EngineOptions):
+    """Those of `sglang-config`."""
+
+    hicache: bool = False
+    """Keep HiCache, and put disk or shared store below it."""
+
+
+@with_options(VllmOptions)
+def print_vllm_flag(file: FileArgument, **given: Any) -> None:  # noqa: ANN401  (see `VllmOptions`)
     """Print the flag that makes vLLM keep KV in the tiers of a configuration file.
 
     What the file says about device blocks, tokens a block, ranks and KV groups is left to vLLM.
     """
-    if role not in ROLES:
-        raise typer.BadParameter(f"{role!r} is no role, must be one of {', '.join(ROLES)}")
-    given = _for_engine(file, "vLLM", inline=inline)
-    asked = {
-        "layerwise": layerwise,
-        "handoff": handoff,
-        "allow_fail": allow_fail,
-        "any_version": any_version,
-    }
+    options = VllmOptions(**given)
+    if options.role not in ROLES:
+        raise typer.BadParameter(f"{options.role!r} is no role, must be one of {', '.join(ROLES)}")
+    told = {"config": _for_engine(file, "vLLM", inline=options.inline)}
+    flags = ("layerwise", "handoff", "allow_fail", "any_version")
     transfer = {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "penstock.connectors.vllm",
-        "kv_role": role,
-        "kv_load_failure_policy": FAIL if allow_fail else RECOMPUTE,
-        "kv_connector_extra_config": {
-            "config": given,
-            **{name: True for name, wanted in asked.items() if wanted},
-        },
+        "kv_role": options.role,
+        "kv_load_failure_policy": FAIL if options.allow_fail else RECOMPUTE,
+        "kv_connector_extra_config": told | {name: True for name in flags if given[name]},
     }
     text = json.dumps(transfer)
-    print(text if bare else f"--kv-transfer-config {shlex.quote(text)}")
+    print(text if options.bare else f"--kv-transfer-config {shlex.quote(text)}")
 
 
-def print_sglang_options(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
-    *,
-    inline: Annotated[
-        bool,
-        typer.Option("--inline", help="Put the content of FILE into the options, not its path."),
-    ] = False,
-    bare: Annotated[
-        bool,
-        typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
-    ] = False,
-    any_version: Annotated[
-        bool,
-        typer.Option(
-            "--any-version", help="Try an SGLang with which the linker was not tested, too."
-        ),
-    ] = False,
-    hicache: Annotated[
-        bool,
-        typer.Option("--hicache", help="Keep HiCache, and put disk or shared store below it."),
-    ] = False,
-) -> None:
+@with_options(SglangOptions)
+def print_sglang_options(file: FileArgument, **given: Any) -> None:  # noqa: ANN401  (the same)
     """Print the options that make SGLang keep KV in the tiers of a configuration file.
 
     What the file says about device blocks, tokens a block, ranks and KV groups is left to SGLang.
     """
-    extra: dict[str, object] = {"config": _for_engine(file, "SGLang", inline=inline)}
-    if any_version:
+    options = SglangOptions(**given)
+    extra: dict[str, object] = {"config": _for_engine(file, "SGLang", inline=options.inline)}
+    if options.any_version:
         extra["any_version"] = True
     module = "penstock.connectors.sglang"
-    if hicache:
+    if options.hicache:
         enable, flag = "--enable-hierarchical-cache", "--hicache-storage-backend"
         named = {"backend_name": "penstock", "module_path": module, "class_name": "PenstockStorage"}
         text = json.dumps({**named, "interface_v1": 1, **extra})
-        options = f"{enable} {flag} dynamic {flag}-extra-config {shlex.quote(text)}"
+        line = f"{enable} {flag} dynamic {flag}-extra-config {shlex.quote(text)}"
     else:
         flag = "--unified-cache-external-linker"
         named = {"linker": "PenstockLinker", "linker_module_path": module}
         text = json.dumps({**named, "linker_extra_config": extra})
-        options = f"--enable{flag[1:]} {flag}-backend dynamic {flag}-config {shlex.quote(text)}"
-    print(text if bare else options)
+        line = f"--enable{flag[1:]} {flag}-backend dynamic {flag}-config {shlex.quote(text)}"
+    print(text if options.bare else line)
 
 
 def _for_engine(file: Path, engine: str, *, inline: bool) -> str:

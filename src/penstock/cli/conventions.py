@@ -13,17 +13,33 @@ them for users.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from contextlib import suppress
+from dataclasses import Field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
 from penstock.cli.entry import INTERRUPTED as INTERRUPTED  # noqa: PLC0414 - on purpose
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CommandT = TypeVar("CommandT", bound="Callable[..., None]")
 SEED_MAX = 2**63 - 1
 
 
@@ -60,6 +76,56 @@ JobsOption: TypeAlias = Annotated[
     int,
     typer.Option("--jobs", metavar="N", min=1, max=1024, help="Use N processes."),
 ]
+
+
+class Takes(NamedTuple):
+    """What an option takes, behind the type of its field."""
+
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+
+
+def with_options(shape: type, *names: str) -> Callable[[CommandT], CommandT]:
+    """Gives a command the fields of a dataclass as options, or some, in place of its `**given`.
+
+    The text under a field is the option's help.
+    """
+    # Here: the list of commands does without it.
+    from penstock.vocabulary.schema import texts_under  # noqa: PLC0415
+
+    def add(command: CommandT) -> CommandT:
+        own = inspect.signature(command, eval_str=True)
+        kept = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        hints = get_type_hints(shape, include_extras=True)
+        given = [
+            _option(each, hints[each.name], texts_under(shape).get(each.name))
+            for each in fields(shape)
+            if not names or each.name in names
+        ]
+        command.__signature__ = own.replace(parameters=[*kept, *given])  # type: ignore[attr-defined]
+        return command
+
+    return add
+
+
+def _option(field: Field[Any], hint: Any, text: str | None) -> inspect.Parameter:  # noqa: ANN401
+    kind, takes = get_args(hint) if get_origin(hint) is Annotated else (hint, Takes())
+    if isinstance(takes, Takes):
+        # With its name, a flag has no other one that says no.
+        takes = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            metavar=takes.metavar,
+            min=takes.least,
+            max=takes.most,
+            help=text,
+        )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[kind, takes],
+    )
 
 
 def require_two_files(json: Path | None, html: Path | None) -> None:

@@ -6,8 +6,9 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -17,8 +18,10 @@ from penstock.cli.conventions import (
     ConfigOption,
     JobsOption,
     JsonOption,
+    Takes,
     require_two_files,
     show_result,
+    with_options,
     write_text,
 )
 from penstock.config import load_config, parse_config
@@ -48,6 +51,16 @@ GB_PER_S_MIN = 0.001
 """Slower links are mistakes of units, and a replay of them takes for ever: while blocks are copied,
 every step of the engine is played."""
 
+IdTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=BLOCK_TOKENS_MAX,
+        help=f"Tokens of one of the trace's hash_ids; {ID_TOKENS} if not given.",
+    ),
+]
+RateOption = Annotated[float | None, Takes("N")]
 TracesArgument = Annotated[
     list[str],
     typer.Argument(
@@ -56,102 +69,91 @@ TracesArgument = Annotated[
         f"standard input, or one of {', '.join(SHIPPED)}.",
     ),
 ]
-IdTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--trace-block-tokens",
-        metavar="N",
-        min=1,
-        max=BLOCK_TOKENS_MAX,
-        help=f"Tokens of one of the trace's hash_ids; {ID_TOKENS} if not given.",
-    ),
-]
 KvBytesOption = Annotated[
     int | None,
     typer.Option(
-        "--kv-bytes",
         metavar="N",
         min=1,
         max=1 << 30,
         help=f"Bytes of KV a token, on one rank; {KV_BYTES} without --config.",
     ),
 ]
-PrefillOption = Annotated[
-    float | None,
-    typer.Option("--prefill-rate", metavar="N", help="Tokens a second that the engine prefills."),
-]
-OutputOption = Annotated[
-    float | None,
-    typer.Option("--output-rate", metavar="N", help="Tokens a second of each answer."),
-]
-BandwidthOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--bandwidth",
-        metavar="TIER=GB/S",
-        help="GB a second to and from a tier, on one rank; may be given for each.",
-    ),
-]
 
 
-def replay(  # noqa: PLR0913 - each is an option
-    traces: TracesArgument,
-    *,
-    config: ConfigOption = None,
-    json: JsonOption = None,
-    trace_block_tokens: IdTokensOption = None,
-    device_blocks: Annotated[
-        int | None,
-        typer.Option(
-            "--device-blocks",
-            metavar="N",
-            min=1,
-            max=1 << 30,
-            help="Blocks of the device, where the file leaves them to the engine.",
-        ),
-    ] = None,
-    kv_bytes: KvBytesOption = None,
-    prefill_rate: PrefillOption = None,
-    output_rate: OutputOption = None,
-    bandwidth: BandwidthOption = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedOptions:
+    """What the options of both commands say of a trace, and of time."""
+
+    trace_block_tokens: IdTokensOption = None
+    prefill_rate: RateOption = None
+    """Tokens a second that the engine prefills."""
+    output_rate: RateOption = None
+    """Tokens a second of each answer."""
+    bandwidth: Annotated[list[str] | None, Takes("TIER=GB/S")] = None
+    """GB a second to and from a tier, on one rank; may be given for each."""
+    json: JsonOption = None
+
+    def speeds(self, *, tiers: Collection[str] = ()) -> Speeds:
+        """What they say of time; only these tiers may have a rate, if any are given."""
+        prefill = _require_rate("--prefill-rate", self.prefill_rate)
+        output = _require_rate("--output-rate", self.output_rate)
+        rates: dict[str, float] = {}
+        for each in self.bandwidth or []:
+            name, rate = _read_bandwidth(each)
+            problem = " twice, must be given once for each tier" if name in rates else ""
+            if tiers and name not in tiers:
+                problem = f", must be one of {', '.join(tiers)}"
+            if problem:
+                raise typer.BadParameter(f"names {name!r}{problem}", param_hint="--bandwidth")
+            rates[name] = rate
+        return Speeds(
+            prefill_tokens_per_s=prefill, output_tokens_per_s=output, tier_bytes_per_s=rates
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions(SpeedOptions):
+    """Those of `penstock replay`."""
+
+    config: ConfigOption = None
+    device_blocks: Annotated[int | None, Takes("N", 1, 1 << 30)] = None
+    """Blocks of the device, where the file leaves them to the engine."""
+    kv_bytes: KvBytesOption = None
     best: Annotated[
-        bool,
-        typer.Option(help="Compare with the best that any eviction policy could do."),
-    ] = True,
-    perfect_hints: Annotated[
-        bool,
-        typer.Option(
-            "--perfect-hints",
-            help="As if clients said of each request which blocks will be used again.",
-        ),
-    ] = False,
-) -> None:
+        bool, typer.Option(help="Compare with the best that any eviction policy could do.")
+    ] = True
+    perfect_hints: bool = False
+    """As if clients said of each request which blocks will be used again."""
+
+
+@with_options(ReplayOptions)
+def replay(traces: TracesArgument, **given: Any) -> None:  # noqa: ANN401  (see `ReplayOptions`)
     """Play a trace of requests through the cache of a configuration.
 
     The cache is the one that serves; only time and copies are modelled. Without rates, every
     request ends before the next one comes. Without --config: a device of 40 GiB over a host tier
     of 128 GiB, for a model of 8B parameters.
     """
+    options = ReplayOptions(**given)
+    config, id_tokens = options.config, options.trace_block_tokens
     # A pipe that is read once need not be copied. Without --config, its first line is read before.
-    again = traces if perfect_hints else [] if config else traces[:1]
+    again = traces if options.perfect_hints else [] if config else traces[:1]
     with copies_of_pipes(again) as copies:
+        token_bytes = options.kv_bytes or (0 if config else KV_BYTES)
         settings = (
-            load_config(config)
-            if config
-            else _example(traces[0], kv_bytes or KV_BYTES, trace_block_tokens, copies)
+            load_config(config) if config else _example(traces[0], token_bytes, id_tokens, copies)
         )
-        token_bytes = kv_bytes or (0 if config else KV_BYTES)
-        cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=device_blocks or 0)
-        speeds = _read_speeds(prefill_rate, output_rate, bandwidth)
-        player = Replay(cache, speeds, BestPossible() if best else None)
-        reader = TraceReader(settings, id_tokens=trace_block_tokens, copies=copies)
+        blocks = options.device_blocks or 0
+        cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=blocks)
+        player = Replay(cache, options.speeds(), BestPossible() if options.best else None)
+        reader = TraceReader(settings, id_tokens=id_tokens, copies=copies)
         requests = reader.read_all(traces)
-        if perfect_hints:
+        if options.perfect_hints:
             hints = PerfectHints(requests, cache.block_tokens)
             requests = hints.written_into(reader.read_all(traces))
         player.run(requests)
     report = report_on(player, traces=list(traces))
-    show_result(json, describe(report), msgspec.to_builtins(report))
+    show_result(options.json, describe(report), msgspec.to_builtins(report))
 
 
 def _example(
@@ -167,32 +169,6 @@ def _example(
         f"[cache]\nblock_tokens = {block_tokens}\nblocks = {device}\n"
         f'[[tiers]]\nname = "host"\nkind = "memory"\nblocks = {host}\n'
     )
-
-
-def _read_speeds(
-    prefill_rate: float | None,
-    output_rate: float | None,
-    bandwidths: list[str] | None,
-    *,
-    tiers: Collection[str] = (),
-) -> Speeds:
-    """What the options say of time; only these tiers may have a rate, if any are given."""
-    prefill = _require_rate("--prefill-rate", prefill_rate)
-    output = _require_rate("--output-rate", output_rate)
-    rates: dict[str, float] = {}
-    for each in bandwidths or []:
-        name, rate = _read_bandwidth(each)
-        if name in rates:
-            raise typer.BadParameter(
-                f"names {name!r} twice, must be given once for each tier", param_hint="--bandwidth"
-            )
-        rates[name] = rate
-    for name in rates:
-        if tiers and name not in tiers:
-            raise typer.BadParameter(
-                f"names {name!r}, must be one of {', '.join(tiers)}", param_hint="--bandwidth"
-            )
-    return Speeds(prefill_tokens_per_s=prefill, output_tokens_per_s=output, tier_bytes_per_s=rates)
 
 
 def _require_rate(option: str, given: float | None) -> float:
@@ -231,7 +207,6 @@ PlannedTraceArgument = Annotated[
         metavar="TRACE", help=f"A file of requests, a pipe, -, or one of {', '.join(SHIPPED)}."
     ),
 ]
-DeviceGibOption = Annotated[float, typer.Option(metavar="N", help="Room for KV on the device.")]
 HostGibOption = Annotated[
     str | None,
     typer.Option(
@@ -239,61 +214,57 @@ HostGibOption = Annotated[
         help=f"Sizes of the host tier to try; 0 and {HOST_SIZES} above the device's if not given.",
     ),
 ]
-DiskGibOption = Annotated[str, typer.Option(metavar="N,N", help="Sizes of a disk below it to try.")]
-PolicyOption = Annotated[str, typer.Option(metavar="NAME,NAME", help="Eviction policies.")]
-WriteOption = Annotated[
-    str, typer.Option(metavar="NAME,NAME", help="How blocks come into the host tier.")
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a page with curves, too.")
-]
 
 
-def plan(  # noqa: PLR0913 - each is an option
-    trace: PlannedTraceArgument,
-    *,
-    device_gib: DeviceGibOption = float(DEVICE_GIB),
-    host_gib: HostGibOption = None,
-    disk_gib: DiskGibOption = "0",
-    policy: PolicyOption = f"{LRU},{ADAPTIVE}",
-    write: WriteOption = BOTH_WRITES,
-    kv_bytes: Annotated[
-        int, typer.Option("--kv-bytes", metavar="N", min=1, max=1 << 30, help="Of KV a token.")
-    ] = KV_BYTES,
-    prefill_rate: PrefillOption = None,
-    output_rate: OutputOption = None,
-    bandwidth: BandwidthOption = None,
-    trace_block_tokens: IdTokensOption = None,
-    html: HtmlOption = None,
-    json: JsonOption = None,
-    jobs: JobsOption = CORES,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(SpeedOptions):
+    """Those of `penstock plan`."""
+
+    device_gib: Annotated[float, Takes("N")] = float(DEVICE_GIB)
+    """Room for KV on the device."""
+    host_gib: HostGibOption = None
+    disk_gib: Annotated[str, Takes("N,N")] = "0"
+    """Sizes of a disk below it to try."""
+    policy: Annotated[str, Takes("NAME,NAME")] = f"{LRU},{ADAPTIVE}"
+    """Eviction policies."""
+    write: Annotated[str, Takes("NAME,NAME")] = BOTH_WRITES
+    """How blocks come into the host tier."""
+    kv_bytes: Annotated[int, Takes("N", 1, 1 << 30)] = KV_BYTES
+    """Of KV a token."""
+    html: Annotated[Path | None, Takes("FILE")] = None
+    """Write a page with curves, too."""
+    jobs: JobsOption = CORES
+
+
+@with_options(PlanOptions)
+def plan(trace: PlannedTraceArgument, **given: Any) -> None:  # noqa: ANN401  (see `PlanOptions`)
     """Replay a trace with several sizes of tiers, policies and ways to write, and recommend one.
 
     A first answer comes at once, for LRU. With rates, the plan predicts first tokens, recommends
     by them, and says how they change with the load.
     """
-    require_two_files(json, html)
-    policies = tuple(policy.split(","))
+    options = PlanOptions(**given)
+    require_two_files(options.json, options.html)
+    policies = tuple(options.policy.split(","))
     for name in policies:
         policy_named(name, place="--policy")
     with copies_of_pipes([trace]) as copies:
         settings = PlanSettings(
             trace=trace,
-            id_tokens=trace_block_tokens,
+            id_tokens=options.trace_block_tokens,
             copies=copies,
-            token_bytes=kv_bytes,
-            device_gib=_device_size(device_gib),
-            host_gib=_sizes("--host-gib", host_gib) if host_gib else (),
-            disk_gib=_sizes("--disk-gib", disk_gib),
+            token_bytes=options.kv_bytes,
+            device_gib=_device_size(options.device_gib),
+            host_gib=_sizes("--host-gib", options.host_gib) if options.host_gib else (),
+            disk_gib=_sizes("--disk-gib", options.disk_gib),
             policies=policies,
-            writes=_read_writes(write),
-            speeds=_read_speeds(prefill_rate, output_rate, bandwidth, tiers=TIERS),
+            writes=_read_writes(options.write),
+            speeds=options.speeds(tiers=TIERS),
         )
-        made = Planner(settings, jobs=jobs, watch=_Progress(settings)).run()
-    show_result(json, _describe(made), msgspec.to_builtins(made))
-    if html is not None:
-        write_text(html, page_of(made), option="--html")
+        made = Planner(settings, jobs=options.jobs, watch=_Progress(settings)).run()
+    show_result(options.json, _describe(made), msgspec.to_builtins(made))
+    if options.html is not None:
+        write_text(options.html, page_of(made), option="--html")
 
 
 def _read_writes(given: str) -> tuple[str, ...]:

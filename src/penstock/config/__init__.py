@@ -58,4 +58,3 @@ from penstock.vocabulary.schema import TierOption as TierOption
 from penstock.vocabulary.schema import Value as Value
 from penstock.vocabulary.schema import ValueKind as ValueKind
 from penstock.vocabulary.schema import Whole as Whole
-from penstock.vocabulary.schema import texts_under as texts_under

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,35 +14,52 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.cli.conventions import ExitStatus, JsonOption, write_json, write_text
+from penstock.cli.conventions import (
+    ExitStatus,
+    JsonOption,
+    Takes,
+    with_options,
+    write_json,
+    write_text,
+)
 from penstock.errors import counted
-from penstock_serve.cli.serve import count_option, require_packages
-from penstock_serve.server.serve_options import with_options
+from penstock_serve.cli.serve import require_packages
 
 if TYPE_CHECKING:
     from penstock_serve.demo.result import ChatRound, Played
 
-ChatsOption = Annotated[int | None, count_option("Conversations.")]
-TurnsOption = Annotated[int | None, count_option("Turns of each.")]
-ClientsOption = Annotated[int | None, count_option("Clients that hold them.")]
-TokensOption = Annotated[int | None, count_option("Tokens of an answer, at most.")]
-BlocksOption = Annotated[int | None, count_option("Blocks on the device of each instance.")]
 PictureOption = Annotated[
     Path, typer.Option(metavar="FILE", help="Where the page with the results goes.")
 ]
+Count = Annotated[int | None, Takes("N", 1)]
 
 
-@with_options("model")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """How large the demonstration is; `None`: as `Stage` has it."""
+
+    model: Annotated[str | None, Takes("PATH")] = None
+    """A folder with a checkpoint, or a .gguf file; without it the default model."""
+    chats: Count = None
+    """Conversations."""
+    turns: Count = None
+    """Turns of each."""
+    clients: Count = None
+    """Clients that hold them."""
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", metavar="N", min=1, help="Tokens of an answer, at most."),
+    ] = None
+    blocks: Count = None
+    """Blocks on the device of each instance."""
+
+
+@with_options(DemoOptions)
 def show_demo(
     *,
-    chats: ChatsOption = None,
-    turns: TurnsOption = None,
-    clients: ClientsOption = None,
-    tokens: TokensOption = None,
-    blocks: BlocksOption = None,
     picture: PictureOption = Path("build/demo.html"),
     json: JsonOption = None,
-    **given: str | None,
+    **given: Any,  # noqa: ANN401
 ) -> None:
     """Serve a model by a pair of instances, talk to it, and check every answer.
 
@@ -49,15 +67,7 @@ def show_demo(
     compared with a fresh computation. Ends with status 1 if anything is wrong.
     """
     require_packages()
-    options = {
-        "chats": chats,
-        "turns": turns,
-        "clients": clients,
-        "max_tokens": tokens,
-        "blocks": blocks,
-    }
-    wanted = {name: value for name, value in options.items() if value is not None}
-    played = play_stage(given["model"], wanted)
+    played = play_stage({name: value for name, value in given.items() if value is not None})
     _write_picture(picture, played)
     if json is None or str(json) != "-":
         print_played(_console(), played, picture)
@@ -66,12 +76,12 @@ def show_demo(
     raise typer.Exit(ExitStatus.FINDING if played.findings else ExitStatus.FINE)
 
 
-def play_stage(model: str | None, options: dict[str, int]) -> Played:
+def play_stage(options: dict[str, Any]) -> Played:
     """Runs the demonstration, with its progress on standard error."""
     from penstock_serve.demo import Stage, play  # noqa: PLC0415  (needs the extras)
 
     try:
-        stage = Stage(model=model, **options)
+        stage = Stage(**options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     progress = Console(stderr=True, highlight=False)

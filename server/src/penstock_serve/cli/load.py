@@ -6,8 +6,7 @@ import asyncio
 import signal
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,9 @@ from penstock.cli.conventions import (
     ExitStatus,
     JsonOption,
     SeedOption,
+    Takes,
     require_two_files,
+    with_options,
     write_json,
     write_text,
 )
@@ -30,7 +31,6 @@ from penstock.errors import ConfigError, counted
 from penstock_serve.cli.serve import (
     DEFAULT_SERVER,
     ApiKeyFileOption,
-    count_option,
     require_packages,
     server_url,
 )
@@ -48,7 +48,7 @@ from penstock_serve.loadtest.report import (
     load_report,
     read_report,
 )
-from penstock_serve.loadtest.workloads import PROFILES, TraceSettings, from_trace, generate
+from penstock_serve.loadtest.workloads import PROFILES, Profile, TraceSettings, from_trace, generate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,9 +56,8 @@ if TYPE_CHECKING:
     from penstock_serve.loadtest.exchange import LoadTarget
     from penstock_serve.loadtest.report import LoadReport
     from penstock_serve.loadtest.runner import LoadRun
-    from penstock_serve.loadtest.workloads import Profile, ScriptSession
+    from penstock_serve.loadtest.workloads import ScriptSession
 
-REQUESTS = 100
 CONCURRENCY = 8
 TOKENS_MAX = 1 << 22
 """Of one part of a prompt: more than any model takes."""
@@ -67,120 +66,121 @@ RATE_MAX = 10_000.0
 """One process sends no more than this in a second."""
 
 
-_count = partial(count_option, most=TOKENS_MAX)
-
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Of the server, or HOST:PORT.")]
-WorkloadOption = Annotated[
-    str, typer.Option(metavar="NAME", help=f"What to ask: {', '.join(PROFILES)}.")
-]
-TraceFileOption = Annotated[
-    str | None,
-    typer.Option(metavar="TRACE", help="Ask what a trace asks: a file, conversation or synthetic."),
-]
-RateOption = Annotated[
-    float | None,
-    typer.Option(metavar="N", help="Open loop: sessions begin on time, for N requests a second."),
-]
-ConcurrencyOption = Annotated[
-    int | None, _count(f"Closed loop: N sessions at a time; {CONCURRENCY}.", most=4096)
-]
-RequestsOption = Annotated[int, _count("How many requests in all.", most=1 << 24)]
-SecondsOption = Annotated[
-    float | None, typer.Option(metavar="S", help="Send no request after so long.")
-]
-TimeoutOption = Annotated[float, typer.Option(metavar="S", help="How long one request may take.")]
-ModelNameOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The server's first model if not given.")
-]
-ApiOption = Annotated[str, typer.Option(metavar="NAME", help="chat or completions.")]
-TurnsOption = Annotated[int | None, _count("Turns of a session.", most=10_000)]
-PrefixesOption = Annotated[int | None, _count("Different system prompts.", most=100_000)]
-SystemOption = Annotated[int | None, _count("Of a shared system prompt.", least=0)]
-ContextOption = Annotated[int | None, _count("Of a document, or of a task.", least=0)]
-TurnTokensOption = Annotated[int | None, _count("That each turn adds, about.")]
-OutputTokensOption = Annotated[int | None, _count("Of an answer, at most.")]
-GapOption = Annotated[
-    float | None,
-    typer.Option("--gap-s", metavar="S", help="From an answer to the next turn, on average."),
-]
-PromptMaxOption = Annotated[int | None, _count("Cut the prompts of a trace to N tokens.")]
-OwnAnswersOption = Annotated[
-    bool, typer.Option("--own-answers", help="Put the server's answers into histories.")
-]
-IgnoreEosOption = Annotated[
-    bool, typer.Option("--ignore-eos", help="Ask for answers of full length.")
-]
-TtftOption = Annotated[
-    float, typer.Option(metavar="S", help="Goodput: the longest time to the first token.")
-]
-TpotOption = Annotated[
-    float | None, typer.Option(metavar="S", help="Goodput: the longest time a token.")
-]
-LabelOption = Annotated[str, typer.Option(metavar="TEXT", help="What tables call this run.")]
 HtmlOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page with tables and curves, too.")
 ]
+WorkloadOption = Annotated[
+    str, typer.Option(metavar="NAME", help=f"What to ask: {', '.join(PROFILES)}.")
+]
 
 
-def load(  # noqa: PLR0913 - each is an option
-    url: UrlArgument = DEFAULT_SERVER,
-    *,
-    workload: WorkloadOption = "conversations",
-    trace: TraceFileOption = None,
-    rate: RateOption = None,
-    concurrency: ConcurrencyOption = None,
-    requests: RequestsOption = REQUESTS,
-    seconds: SecondsOption = None,
-    timeout: TimeoutOption = 120.0,
-    seed: SeedOption = None,
-    model: ModelNameOption = None,
-    api: ApiOption = "chat",
-    api_key_file: ApiKeyFileOption = None,
-    turns: TurnsOption = None,
-    prefixes: PrefixesOption = None,
-    system_tokens: SystemOption = None,
-    context_tokens: ContextOption = None,
-    turn_tokens: TurnTokensOption = None,
-    output_tokens: OutputTokensOption = None,
-    gap_s: GapOption = None,
-    prompt_max: PromptMaxOption = None,
-    own_answers: OwnAnswersOption = False,
-    ignore_eos: IgnoreEosOption = False,
-    ttft_bound: TtftOption = 2.0,
-    tpot_bound: TpotOption = None,
-    label: LabelOption = "",
-    json: JsonOption = None,
-    html: HtmlOption = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What a run asks, and how.
+
+    Raises `ConfigError` or `typer.BadParameter`: a number makes no sense.
+    """
+
+    workload: WorkloadOption = "conversations"
+    trace: Annotated[str | None, Takes("TRACE")] = None
+    """Ask what a trace asks: a file, conversation or synthetic."""
+    rate: Annotated[float | None, Takes("N")] = None
+    """Open loop: sessions begin on time, for N requests a second."""
+    concurrency: Annotated[int | None, Takes("N", 1, 4096)] = None
+    """Closed loop: N sessions at a time; 8."""
+    requests: Annotated[int, Takes("N", 1, 1 << 24)] = 100
+    """How many requests in all."""
+    seconds: Annotated[float | None, Takes("S")] = None
+    """Send no request after so long."""
+    timeout: Annotated[float, Takes("S")] = 120.0
+    """How long one request may take."""
+    seed: SeedOption = None
+    model: Annotated[str | None, Takes("NAME")] = None
+    """The server's first model if not given."""
+    api: Annotated[str, Takes("NAME")] = "chat"
+    """chat or completions."""
+    api_key_file: ApiKeyFileOption = None
+    turns: Annotated[int | None, Takes("N", 1, 10_000)] = None
+    """Turns of a session."""
+    prefixes: Annotated[int | None, Takes("N", 1, 100_000)] = None
+    """Different system prompts."""
+    system_tokens: Annotated[int | None, Takes("N", 0, TOKENS_MAX)] = None
+    """Of a shared system prompt."""
+    context_tokens: Annotated[int | None, Takes("N", 0, TOKENS_MAX)] = None
+    """Of a document, or of a task."""
+    turn_tokens: Annotated[int | None, Takes("N", 1, TOKENS_MAX)] = None
+    """That each turn adds, about."""
+    output_tokens: Annotated[int | None, Takes("N", 1, TOKENS_MAX)] = None
+    """Of an answer, at most."""
+    gap_s: Annotated[float | None, Takes("S")] = None
+    """From an answer to the next turn, on average."""
+    prompt_max: Annotated[int | None, Takes("N", 1, TOKENS_MAX)] = None
+    """Cut the prompts of a trace to N tokens."""
+    own_answers: bool = False
+    """Put the server's answers into histories."""
+    ignore_eos: bool = False
+    """Ask for answers of full length."""
+    ttft_bound: Annotated[float, Takes("S")] = 2.0
+    """Goodput: the longest time to the first token."""
+    tpot_bound: Annotated[float | None, Takes("S")] = None
+    """Goodput: the longest time a token."""
+    label: Annotated[str, Takes("TEXT")] = ""
+    """What tables call this run."""
+    json: JsonOption = None
+    html: HtmlOption = None
+
+    def __post_init__(self) -> None:
+        require_two_files(self.json, self.html)
+        for name in ("timeout", "seconds", "ttft_bound", "tpot_bound"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= SECONDS_MAX:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}",
+                    f"is {value}, must be seconds above 0, at most {SECONDS_MAX:g}",
+                )
+        if self.gap_s is not None and not 0 <= self.gap_s <= SECONDS_MAX:
+            raise ConfigError(
+                "--gap-s", f"is {self.gap_s}, must be seconds from 0 to {SECONDS_MAX:g}"
+            )
+        if self.rate is not None and not 1 / SECONDS_MAX <= self.rate <= RATE_MAX:
+            raise ConfigError(
+                "--rate", f"is {self.rate}, must be requests a second, at most {RATE_MAX:g}"
+            )
+        if self.rate is not None and self.concurrency is not None:
+            raise typer.BadParameter(
+                "is an open loop, --concurrency a closed one: give one of them", param_hint="--rate"
+            )
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What was given of the shape of sessions."""
+        found = {each.name: getattr(self, each.name, None) for each in fields(Profile)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@with_options(LoadOptions)
+def load(url: UrlArgument = DEFAULT_SERVER, **given: Any) -> None:  # noqa: ANN401 - `LoadOptions`
     """Ask a server with OpenAI's API as many users would, and measure its answers.
 
     It works with Penstock, vLLM, SGLang and others. What is asked follows from --seed alone. The
     status is 1 if a request failed. Ctrl-C ends the run and reports what was measured until then.
     """
-    require_two_files(json, html)
-    _require_seconds(timeout=timeout, seconds=seconds, ttft_bound=ttft_bound, tpot_bound=tpot_bound)
-    lengths = {"turns": turns, "prefixes": prefixes, "turn_tokens": turn_tokens}
-    lengths |= {"system_tokens": system_tokens, "context_tokens": context_tokens}
-    shape = _shape(lengths | {"output_tokens": output_tokens}, gap_s=gap_s)
-    arrivals = _Arrivals(requests=requests, rate=_require_rate(rate), concurrency=concurrency)
-    if trace is not None:
-        plan = _trace_plan(trace, arrivals, shape, prompt_max)
-    else:
-        plan = _workload_plan(workload, arrivals, shape, seed or 0, prompt_max)
-    server = _target(url, api, api_key_file, timeout, model, ignore_eos=ignore_eos)
-    target, plan = _fitted(server, plan)
-    asked = {"own_answers": own_answers, "ignore_eos": ignore_eos, "api": api}
+    options = LoadOptions(**given)
+    plan = _workload_plan(options) if options.trace is None else _trace_plan(options, options.trace)
+    target, plan = _fitted(_target(url, options), plan)
+    names = ("own_answers", "ignore_eos", "api", "seconds", "timeout")
     context = LoadContext(
         penstock=__version__,
-        label=label or f"{target.url.host}:{target.url.port}",
+        label=options.label or f"{target.url.host}:{target.url.port}",
         url=str(target.url),
         model=target.model,
-        settings=plan.settings | asked | {"seconds": seconds, "timeout": timeout},
-        ttft_bound_s=ttft_bound,
-        tpot_bound_s=tpot_bound,
+        settings=plan.settings | {name: getattr(options, name) for name in names},
+        ttft_bound_s=options.ttft_bound,
+        tpot_bound_s=options.tpot_bound,
     )
-    report = _measure(plan, target, context, seconds=seconds, own_answers=own_answers)
-    _show([report], json=json, html=html)
+    report = _measure(plan, target, context, options)
+    _show([report], json=options.json, html=options.html)
     raise typer.Exit(_status_of(report))
 
 
@@ -206,21 +206,6 @@ def compare_loads(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrivals:
-    """How many requests come, and when."""
-
-    requests: int
-    rate: float | None
-    concurrency: int | None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.concurrency is not None:
-            raise typer.BadParameter(
-                "is an open loop, --concurrency a closed one: give one of them", param_hint="--rate"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """What to ask, and when."""
 
@@ -240,83 +225,65 @@ class _Plan:
         return replace(self, sessions=sessions, profile=profile, settings=settings)
 
 
-def _shape(lengths: dict[str, int | None], *, gap_s: float | None) -> dict[str, Any]:
-    """What was given of the shape of sessions."""
-    if gap_s is not None and not 0 <= gap_s <= SECONDS_MAX:
-        raise ConfigError("--gap-s", f"is {gap_s}, must be seconds from 0 to {SECONDS_MAX:g}")
-    given = {**lengths, "gap_s": gap_s}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _trace_plan(
-    trace: str, arrivals: _Arrivals, shape: dict[str, Any], prompt_max: int | None
-) -> _Plan:
-    if unfit := sorted(shape.keys() - {"output_tokens"}):
+def _trace_plan(options: LoadOptions, trace: str) -> _Plan:
+    if unfit := sorted(options.shape.keys() - {"output_tokens"}):
         raise typer.BadParameter(
             "goes not with --trace, which has its own", param_hint=f"--{unfit[0].replace('_', '-')}"
         )
     settings = TraceSettings(
         trace=trace,
-        requests=arrivals.requests,
-        rate=arrivals.rate,
-        prompt_max=prompt_max,
-        output_tokens=shape.get("output_tokens"),
+        requests=options.requests,
+        rate=options.rate,
+        prompt_max=options.prompt_max,
+        output_tokens=options.output_tokens,
     )
     found, sessions = from_trace(settings)
     return _Plan(
         sessions=sessions,
         requests=found,
-        concurrency=arrivals.concurrency,
-        settings=asdict(settings) | {"concurrency": arrivals.concurrency},
+        concurrency=options.concurrency,
+        settings=asdict(settings) | {"concurrency": options.concurrency},
     )
 
 
-def _workload_plan(
-    workload: str, arrivals: _Arrivals, shape: dict[str, Any], seed: int, prompt_max: int | None
-) -> _Plan:
-    if prompt_max is not None:
+def _workload_plan(options: LoadOptions) -> _Plan:
+    workload, rate, concurrency = options.workload, options.rate, options.concurrency
+    if options.prompt_max is not None:
         raise typer.BadParameter("goes with --trace only", param_hint="--prompt-max")
     if workload not in PROFILES:
         raise typer.BadParameter(
             f"is {workload!r}, must be one of {', '.join(PROFILES)}", param_hint="--workload"
         )
-    if arrivals.rate is None and arrivals.concurrency is None:
-        arrivals = replace(arrivals, concurrency=CONCURRENCY)
-    profile = replace(PROFILES[workload], **shape)
+    if rate is None and concurrency is None:
+        concurrency = CONCURRENCY
+    profile = replace(PROFILES[workload], **options.shape)
+    arrivals = {"requests": options.requests, "rate": rate, "concurrency": concurrency}
     plan = _Plan(
         sessions=(),
-        requests=arrivals.requests,
-        concurrency=arrivals.concurrency,
-        settings={"workload": workload, "seed": seed} | asdict(arrivals),
+        requests=options.requests,
+        concurrency=concurrency,
+        settings={"workload": workload, "seed": options.seed or 0} | arrivals,
     )
     return plan.reshaped(profile)
 
 
-def _target(
-    url: str,
-    api: str,
-    key_file: str | None,
-    timeout_s: float,
-    model: str | None,
-    *,
-    ignore_eos: bool,
-) -> LoadTarget:
+def _target(url: str, options: LoadOptions) -> LoadTarget:
     require_packages(("h11",), "")
     from penstock_serve.loadtest.exchange import PATHS, LoadTarget  # noqa: PLC0415  (needs the extra)
     from penstock_serve.server.guard import find_client_key  # noqa: PLC0415
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415
 
-    if api not in PATHS:
+    if options.api not in PATHS:
         raise typer.BadParameter(
-            f"is {api!r}, must be one of {', '.join(PATHS)}", param_hint="--api"
+            f"is {options.api!r}, must be one of {', '.join(PATHS)}", param_hint="--api"
         )
     return LoadTarget(
         url=ServerUrl.read("URL", server_url(url).rstrip("/").removesuffix("/v1")),
-        model=model or "",
-        api=api,
-        api_key=find_client_key(key_file),
-        timeout_s=timeout_s,
-        ignore_eos=ignore_eos,
+        model=options.model or "",
+        api=options.api,
+        api_key=find_client_key(options.api_key_file),
+        timeout_s=options.timeout,
+        ignore_eos=options.ignore_eos,
     )
 
 
@@ -341,12 +308,7 @@ def _fitted(target: LoadTarget, plan: _Plan) -> tuple[LoadTarget, _Plan]:
 
 
 def _measure(
-    plan: _Plan,
-    target: LoadTarget,
-    context: LoadContext,
-    *,
-    seconds: float | None,
-    own_answers: bool,
+    plan: _Plan, target: LoadTarget, context: LoadContext, options: LoadOptions
 ) -> LoadReport:
     from penstock_serve.loadtest.runner import LoadRun  # noqa: PLC0415  (needs the extra)
 
@@ -354,8 +316,8 @@ def _measure(
         run = LoadRun(
             target,
             concurrency=plan.concurrency,
-            seconds=seconds,
-            own_answers=own_answers,
+            seconds=options.seconds,
+            own_answers=options.own_answers,
             progress=progress,
         )
         interrupted = False
@@ -417,18 +379,3 @@ def _show(reports: Sequence[LoadReport], *, json: Path | None, html: Path | None
         write_json(json, document[0] if len(document) == 1 else document)
     if html is not None:
         write_text(html, load_page(reports), option="--html")
-
-
-def _require_seconds(**given: float | None) -> None:
-    for name, value in given.items():
-        if value is not None and not 0 < value <= SECONDS_MAX:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}",
-                f"is {value}, must be seconds above 0, at most {SECONDS_MAX:g}",
-            )
-
-
-def _require_rate(given: float | None) -> float | None:
-    if given is not None and not 1 / SECONDS_MAX <= given <= RATE_MAX:
-        raise ConfigError("--rate", f"is {given}, must be requests a second, at most {RATE_MAX:g}")
-    return given

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.conventions import with_options
 from penstock.errors import ConfigError, counted
 from penstock.toolkit import set_up_logs
 from penstock_serve.cli.serve import (
@@ -18,7 +19,7 @@ from penstock_serve.cli.serve import (
     server_url,
     warn_of_openness,
 )
-from penstock_serve.server.serve_options import with_options
+from penstock_serve.server.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     import socket
@@ -54,7 +55,7 @@ SilenceOption = Annotated[
 GUARD_AND_LOG = ("host", "api_key", "api_key_file", "allowed_hosts", "log_level", "log_json")
 
 
-@with_options(*GUARD_AND_LOG, "port", "drain_s")
+@with_options(ServeOptions, *GUARD_AND_LOG, "port", "drain_s")
 def route(
     *,
     vllm_prefill: VllmPrefillOption = None,
@@ -129,7 +130,7 @@ DashboardPortOption = Annotated[
 ]
 
 
-@with_options(*GUARD_AND_LOG)
+@with_options(ServeOptions, *GUARD_AND_LOG)
 def show_dashboard(
     *,
     metrics: MetricsOption,

@@ -14,18 +14,17 @@ import rich.progress
 import typer
 from rich.console import Console
 
-from penstock.cli.conventions import ConfigOption
+from penstock.cli.conventions import ConfigOption, with_options
 from penstock.config import KEY_VARIABLE, LOG_LEVELS, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
 from penstock.errors import ConfigError, UnavailableError, counted, server_install_hint, shown
 from penstock.toolkit import OPENING, STARTING, set_up_logs
-from penstock_serve.server.serve_options import ServeOptions, with_options
+from penstock_serve.server.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
     from rich.progress import TaskID
-    from typer.models import OptionInfo
 
     from penstock.config import Config, TierKind, TierSettings
 
@@ -37,12 +36,6 @@ DEFAULT_SERVER = f"http://{LOOPBACK}:{DEFAULT_PORT}"
 NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
-def count_option(text: str, *, least: int = 1, most: int | None = None) -> OptionInfo:
-    """An option that takes a whole number."""
-    option: OptionInfo = typer.Option(metavar="N", min=least, max=most, help=text)
-    return option
-
-
 ApiKeyFileOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file that holds the API key.")
 ]
@@ -51,7 +44,7 @@ PrintConfigOption = Annotated[
 ]
 
 
-@with_options()
+@with_options(ServeOptions)
 def serve(
     *,
     config: ConfigOption = None,
