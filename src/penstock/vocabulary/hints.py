@@ -73,11 +73,14 @@ def read_hints(given: Mapping[Any, object], place: str = "penstock") -> Retentio
     Raises:
         ValueError: a field is unknown or wrong; the message begins with its name.
     """
-    for name in given:
-        if name not in _KINDS:
+    found: dict[str, Any] = dict.fromkeys(_KINDS)
+    for name, value in given.items():
+        kind = _KINDS.get(name)
+        if kind is None:
             known = ", ".join(_KINDS)
             raise ValueError(f"{place}.{_named(name)} is no hint, must be one of {known}")
-    found = {name: _taken(place, name, given.get(name), kind) for name, kind in _KINDS.items()}
+        if value is not None:
+            found[name] = _taken(f"{place}.{name}", value, kind)
     over, keep = found["over"], found["keep_tokens"]
     if over and keep:
         raise ValueError(
@@ -111,15 +114,13 @@ def _lasting(hints: RetentionHints) -> RetentionHints:
     return RetentionHints(priority=hints.priority, ttl_s=RAISED_S, keep_tokens=hints.keep_tokens)
 
 
-def _taken(place: str, name: str, given: object, kind: ValueKind[T]) -> T | None:
-    if given is None:
-        return None
+def _taken(place: str, given: object, kind: ValueKind[T]) -> T:
     if isinstance(given, float) and given.is_integer() and isinstance(kind, Whole):
         given = int(given)
     found = kind.taken(given)
     if found is None:
-        right = TTL_IS if name == "ttl_s" else kind
-        raise ValueError(f"{place}.{name} is {shown(given)}, must be {right}")
+        right = TTL_IS if kind is _KINDS["ttl_s"] else kind
+        raise ValueError(f"{place} is {shown(given)}, must be {right}")
     return found
 
 

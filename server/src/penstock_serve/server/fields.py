@@ -47,11 +47,12 @@ def refuse(name: str, value: object, right: str) -> NoReturn:
 
 def read_as(kind: ValueKind[Any], right: str = "") -> Read:
     """The reader of a kind of values, as the configuration file has them, too."""
+    taken, is_whole = kind.taken, isinstance(kind, Whole)
 
     def read(name: str, value: object) -> object:
-        if isinstance(value, float) and value.is_integer() and isinstance(kind, Whole):
+        if is_whole and isinstance(value, float) and value.is_integer():
             value = int(value)  # In JSON, 16.0 is a whole number.
-        found = kind.taken(value)
+        found = taken(value)
         if found is None:
             refuse(name, value, right or str(kind))
         return found
