@@ -113,6 +113,20 @@ def test_no_host_memory_is_a_choice(model_folder: Path) -> None:
     assert settled(model_folder, host_gib=0).cache.tiers == ()
 
 
+def test_a_file_that_leaves_device_blocks_to_the_engine_may_lose_its_tier(
+    model_folder: Path,
+) -> None:
+    file = parse_config(
+        'version = 1\nmodel.name = "m"\n[[tiers]]\nname = "near"\nkind = "host"\nblocks = 40\n'
+    )
+
+    config = settle(file, ServeOptions(model=str(model_folder), host_gib=0))
+
+    assert config.cache.tiers == ()
+    assert config.cache.device is not None
+    assert config.cache.device.slot_count == 512
+
+
 def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -> None:
     options = ["serve", "--model", str(model_folder), "--tp", "2", "--print-config"]
 

@@ -24,7 +24,7 @@ from penstock.cli.conventions import (
     with_options,
     write_text,
 )
-from penstock.config import load_config, parse_config
+from penstock.config import String, load_config, parse_config
 from penstock.replay.advice import name_of
 from penstock.replay.lines import SHIPPED, copies_of_pipes
 from penstock.replay.page import columns_of, loads_of, page_of
@@ -270,10 +270,7 @@ def plan(trace: PlannedTraceArgument, **given: Any) -> None:  # noqa: ANN401  (s
 def _read_writes(given: str) -> tuple[str, ...]:
     names = tuple(given.split(","))
     for name in names:
-        if name not in WRITES:
-            raise typer.BadParameter(
-                f"is {name!r}, must be one of {', '.join(WRITES)}", param_hint="--write"
-            )
+        String(choices=tuple(WRITES)).read("--write", name)
     return names
 
 

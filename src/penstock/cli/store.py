@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, name_model, show_result
-from penstock.config import LOG_LEVELS, load_completed
+from penstock.config import KEYS, load_completed
 from penstock.errors import ConfigError, counted
 from penstock.logs import set_up_logs
 from penstock.runtime.stored_tiers import store_config
@@ -66,8 +66,7 @@ def store(
         return
     if config is None:
         raise ConfigError("--config", "is missing, must be a file with a stored tier")
-    if log_level not in LOG_LEVELS:
-        raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
+    KEYS["serve"]["log_level"].key.read("--log-level", log_level)
     found = stored_tiers_of(config)
     set_up_logs(log_level, as_json=False)
     with StopSignal((signal.SIGTERM, signal.SIGINT)) as stop:

@@ -31,6 +31,7 @@ from penstock.config.toml import STARTER_TOML as STARTER_TOML
 from penstock.config.toml import VERSION as VERSION
 from penstock.config.toml import load_completed as load_completed
 from penstock.config.toml import load_config as load_config
+from penstock.config.toml import parse_completed as parse_completed
 from penstock.config.toml import parse_config as parse_config
 from penstock.config.values import AUTO as AUTO
 from penstock.config.values import DEVICE_NAME as DEVICE_NAME

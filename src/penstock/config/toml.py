@@ -146,6 +146,14 @@ def load_completed(path: str | Path, complete: Callable[[dict[str, object]], Non
     return _completed(_read_file(path), complete, source=str(path))
 
 
+def parse_completed(text: str, complete: Callable[[dict[str, object]], None]) -> Config:
+    """Reads a configuration from its text, after `complete` has changed its document.
+
+    Raises `ConfigError`: as `parse_config`.
+    """
+    return _completed(text, complete, source="")
+
+
 def _read_file(path: str | Path) -> str:
     if not isinstance(path, str | Path):
         raise ConfigError(

@@ -27,6 +27,7 @@ from penstock.cli.conventions import (
     write_json,
     write_text,
 )
+from penstock.config import String
 from penstock.errors import ConfigError, counted
 from penstock_serve.cli.serve import (
     DEFAULT_SERVER,
@@ -250,10 +251,7 @@ def _workload_plan(options: LoadOptions) -> _Plan:
     workload, rate, concurrency = options.workload, options.rate, options.concurrency
     if options.prompt_max is not None:
         raise typer.BadParameter("goes with --trace only", param_hint="--prompt-max")
-    if workload not in PROFILES:
-        raise typer.BadParameter(
-            f"is {workload!r}, must be one of {', '.join(PROFILES)}", param_hint="--workload"
-        )
+    String(choices=tuple(PROFILES)).read("--workload", workload)
     if rate is None and concurrency is None:
         concurrency = CONCURRENCY
     profile = replace(PROFILES[workload], **options.shape)
@@ -273,10 +271,7 @@ def _target(url: str, options: LoadOptions) -> LoadTarget:
     from penstock_serve.server.guard import find_client_key  # noqa: PLC0415
     from penstock_serve.server.vllm_server import ServerUrl  # noqa: PLC0415
 
-    if options.api not in PATHS:
-        raise typer.BadParameter(
-            f"is {options.api!r}, must be one of {', '.join(PATHS)}", param_hint="--api"
-        )
+    String(choices=tuple(PATHS)).read("--api", options.api)
     return LoadTarget(
         url=ServerUrl.read("URL", server_url(url).rstrip("/").removesuffix("/v1")),
         model=options.model or "",

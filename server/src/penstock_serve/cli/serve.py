@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption, with_options
-from penstock.config import KEY_VARIABLE, LOG_LEVELS, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
-from penstock.errors import ConfigError, UnavailableError, counted, server_install_hint, shown
+from penstock.config import KEY_VARIABLE, KEYS, LOOPBACK, SHARED_KINDS, UNIX, ServeTable
+from penstock.errors import UnavailableError, counted, server_install_hint
 from penstock.toolkit import OPENING, STARTING, set_up_logs
 from penstock_serve.server.serve_options import ServeOptions
 
@@ -114,10 +114,7 @@ def serve_table(**given: object) -> ServeTable:
     Raises `ConfigError`: one of them is not usable.
     """
     table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    if table.log_level not in LOG_LEVELS:
-        raise ConfigError(
-            "--log-level", f"is {shown(table.log_level)}, must be one of {', '.join(LOG_LEVELS)}"
-        )
+    KEYS["serve"]["log_level"].key.read("--log-level", table.log_level)
     return table
 
 

@@ -18,15 +18,11 @@ from typing import TYPE_CHECKING
 from penstock import DType, HandoffSettings
 from penstock.config import (
     DEVICE_NAME,
-    TIER_KINDS,
-    UNSIZED_BLOCKS,
-    CacheSettings,
     Config,
     HandoffTable,
-    ModelSettings,
-    TierKind,
     TierSettings,
     load_completed,
+    parse_completed,
 )
 from penstock.errors import ConfigError
 from penstock.toolkit import gib, memory_limits, read_text
@@ -36,7 +32,6 @@ from penstock_serve.engine.sampling_options import Sampling
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.config import Value
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.engine.checkpoints import ModelFiles
 
@@ -46,7 +41,6 @@ HOST_GIB = 1.0
 ENGINE_MODEL = "the engine's model"
 """Stands for the name of the model in a configuration that was read and not yet completed."""
 HOST_TIER = "host"
-DISK_TIER = "disk"
 
 
 def load_engine_config(path: str | Path) -> Config:
@@ -54,10 +48,11 @@ def load_engine_config(path: str | Path) -> Config:
 
     Raises `ConfigError`: the file cannot be read, or says something that has no meaning.
     """
-    return load_completed(path, _complete)
+    return load_completed(path, complete)
 
 
-def _complete(document: dict[str, object]) -> None:
+def complete(document: dict[str, object]) -> None:
+    """Adds what an engine's file may leave out."""
     document.setdefault("model", {"name": ENGINE_MODEL})
     cache = document.setdefault("cache", {})
     if isinstance(cache, dict) and "blocks" not in cache and not document.get("tiers"):
@@ -68,7 +63,7 @@ def _complete(document: dict[str, object]) -> None:
 
 def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
     """The configuration of an engine: the given one, completed by what the model determines."""
-    config = given or _starting_config(model)
+    config = given or parse_completed("version = 1", complete)
     # Keys depend on the weights and on the dtype of the KV.
     version = config.model.weights_version or model.weights_version()
     name = model.name if config.model.name == ENGINE_MODEL else config.model.name
@@ -77,45 +72,6 @@ def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
     if cache.device is None:
         cache = replace(cache, device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS))
     return replace(config, model=named, cache=cache)
-
-
-def _starting_config(model: ModelFiles) -> Config:
-    cache, kinds = with_host_tier(
-        CacheSettings(device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS)), (), HOST_GIB
-    )
-    return Config(model=ModelSettings(name=model.name), cache=cache, tier_kinds=kinds)
-
-
-def with_host_tier(
-    cache: CacheSettings, kinds: tuple[TierKind, ...], gib: float
-) -> tuple[CacheSettings, tuple[TierKind, ...]]:
-    """The tiers and their kinds, with `gib` of host memory as the first tier; 0: none."""
-    below, kinds_below = cache.tiers, kinds
-    if kinds and kinds[0].name == "host":
-        below, kinds_below = below[1:], kinds[1:]
-    if gib == 0:
-        return replace(cache, tiers=below), kinds_below
-    host = TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS)
-    kind = TierKind(name="host", options={**_defaults_of("host"), "gib": gib})
-    return replace(cache, tiers=(host, *below)), (kind, *kinds_below)
-
-
-def _defaults_of(kind: str) -> dict[str, Value]:
-    """The keys of a kind of tier that need not be given."""
-    defaults = {name: key.default for name, key in TIER_KINDS[kind].items()}
-    return {name: value for name, value in defaults.items() if value is not None}
-
-
-def with_disk_tier(
-    cache: CacheSettings, kinds: tuple[TierKind, ...], path: str, gib: float
-) -> tuple[CacheSettings, tuple[TierKind, ...]]:
-    """The tiers and their kinds, with `gib` of disk in the folder `path` as the last tier."""
-    kept = [index for index, kind in enumerate(kinds) if kind.name != DISK_TIER]
-    disk = TierSettings(name=DISK_TIER, slot_count=UNSIZED_BLOCKS, stored=True)
-    options = {**_defaults_of(DISK_TIER), "path": path, "gib": gib}
-    kind = TierKind(name=DISK_TIER, options=options)
-    tiers = (*(cache.tiers[index] for index in kept), disk)
-    return replace(cache, tiers=tiers), (*(kinds[index] for index in kept), kind)
 
 
 def require_memory(

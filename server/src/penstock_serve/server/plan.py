@@ -18,22 +18,24 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock import DType, MachineKeys
-from penstock.config import Config, EngineTable, ServeTable, parse_config, require_address
+from penstock.config import KEYS, Config, EngineTable, ServeTable, parse_completed, require_address
 from penstock.errors import ConfigError, UnavailableError, counted
 from penstock.toolkit import SECRET_BYTES_MIN, is_local, is_loopback, read_private
 from penstock_serve.engine.architecture import share_of
 from penstock_serve.engine.checkpoints import find_model
 from penstock_serve.engine.defaults import (
+    BLOCKS,
+    HOST_TIER,
+    complete,
     config_of,
     handoff_settings,
     require_memory,
-    with_disk_tier,
-    with_host_tier,
 )
 from penstock_serve.engine.spec import InstanceRole, InstanceSpec
 from penstock_serve.server.guard import require_usable_options
@@ -41,7 +43,6 @@ from penstock_serve.server.guard import require_usable_options
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.config import CacheSettings, TierKind
     from penstock.toolkit import Secret
     from penstock_serve.engine.architecture import Architecture
     from penstock_serve.server.serve_options import ServeOptions
@@ -56,7 +57,7 @@ _NAMES = {
     InstanceRole.DECODE: "decode",
 }
 """How instances are named, before their number."""
-TableT = TypeVar("TableT", EngineTable, ServeTable)
+DISK_TIER = "disk"
 
 
 PLACES = ("model", "disk", "keys_file", "router", "handoff_host")
@@ -69,22 +70,44 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
     Raises `ConfigError`: the model or a setting is wrong; `UnavailableError`: the default model is
     not installed.
     """
-    roles = _roles_of(config, options)
     _require_values(options)
-    engine = _changed((config and config.engine) or EngineTable(), options, roles)
-    more = {**_key_of(options), **roles}
-    serve = _changed((config and config.serve) or ServeTable(), options, more)
+    more: dict[str, Any] = {**_key_of(config, options), **_roles_of(config, options)}
+    asked = parse_completed(
+        "version = 1" if config is None else config.to_toml(),
+        partial(_take_options, options=options, more=more),
+    )
+    engine, _ = _tables(asked)
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
     checkpoint.close()
-    settled = config_of(model, config, dtype=engine.dtype)
-    settled = replace(settled, engine=engine, serve=serve)
-    # Parsed again, so that options of the command line are checked as those of a file are.
-    settled = parse_config(_sized(settled, options).to_toml())
-    assert settled.serve is not None
-    settled = replace(settled, serve=replace(settled.serve, api_key=serve.api_key))
+    settled = config_of(model, asked, dtype=engine.dtype)
     _require_sense(settled, architecture)
     return settled
+
+
+def _take_options(document: dict[str, Any], *, options: ServeOptions, more: dict[str, Any]) -> None:
+    """Writes options into the document of a file, so that they are checked as what it says is."""
+    complete(document)
+    # The engine's own device blocks; a file may leave them to its engine.
+    document["cache"]["blocks"] = document["cache"].get("blocks") or BLOCKS
+    named = {each.name: getattr(options, each.name) for each in fields(options)} | more
+    renamed = {"ranks": options.tp, "blocks": options.blocks, "block_tokens": options.block_tokens}
+    for name, given in (("engine", named), ("serve", named), ("cache", renamed)):
+        table = document.setdefault(name, {})
+        for key in KEYS[name]:
+            if given.get(key) is not None:
+                table[key] = given[key]
+    tiers: list[dict[str, Any]] = document.setdefault("tiers", [])
+    if options.host_gib is not None:
+        if tiers and tiers[0]["kind"] == HOST_TIER:
+            del tiers[0]
+        if options.host_gib:
+            tiers.insert(0, {"name": HOST_TIER, "kind": HOST_TIER, "gib": options.host_gib})
+    if options.disk is not None or options.disk_gib is not None:
+        path = _disk_of(options, has_tiers=bool(tiers))
+        tiers[:] = [tier for tier in tiers if tier["kind"] != DISK_TIER]
+        room = {"path": path, "gib": options.disk_gib}
+        tiers.append({"name": DISK_TIER, "kind": DISK_TIER, **room})
 
 
 def serves_http(config: Config | None, options: ServeOptions) -> bool:
@@ -113,11 +136,11 @@ def _roles_of(config: Config | None, options: ServeOptions) -> dict[str, int | N
     }
 
 
-def _key_of(options: ServeOptions) -> dict[str, str | None]:
-    """A key of the command line overrides both keys of the file."""
+def _key_of(config: Config | None, options: ServeOptions) -> dict[str, str]:
+    """A key of the command line overrides both keys of the file; none is ever printed."""
     require_usable_options(options.api_key, options.api_key_file)
     if options.api_key is None and options.api_key_file is None:
-        return {}
+        return {"api_key": config.serve.api_key} if config and config.serve else {}
     return {"api_key": options.api_key or "", "api_key_file": options.api_key_file or ""}
 
 
@@ -218,30 +241,6 @@ def _instance(
     )
 
 
-def _changed(table: TableT, options: ServeOptions, more: Mapping[str, Any]) -> TableT:
-    """The table with the options that have the names of its fields, and with `more`."""
-    names = {field.name for field in fields(table)}
-    named = {name: getattr(options, name, None) for name in names}
-    changed = {**named, **{name: value for name, value in more.items() if name in names}}
-    return replace(table, **{name: value for name, value in changed.items() if value is not None})
-
-
-def _sized(config: Config, options: ServeOptions) -> Config:
-    cache, kinds = config.cache, config.tier_kinds
-    assert cache.device is not None
-    if options.blocks is not None:
-        cache = replace(cache, device=replace(cache.device, slot_count=options.blocks))
-    if options.block_tokens is not None:
-        cache = replace(cache, block_tokens=options.block_tokens)
-    if options.tp is not None:
-        cache = replace(cache, rank_count=options.tp)
-    if options.host_gib is not None:
-        cache, kinds = with_host_tier(cache, kinds, options.host_gib)
-    if options.disk is not None or options.disk_gib is not None:
-        cache, kinds = _with_disk(cache, kinds, options)
-    return replace(config, cache=cache, tier_kinds=kinds)
-
-
 def _require_values(options: ServeOptions) -> None:
     for name in PLACES:
         if getattr(options, name) == "":
@@ -249,16 +248,13 @@ def _require_values(options: ServeOptions) -> None:
             raise ConfigError(option, "is empty, must be left out or have a value")
 
 
-def _with_disk(
-    cache: CacheSettings, kinds: tuple[TierKind, ...], options: ServeOptions
-) -> tuple[CacheSettings, tuple[TierKind, ...]]:
+def _disk_of(options: ServeOptions, *, has_tiers: bool) -> str:
     if options.disk is None or options.disk_gib is None:
         given, missing = ("--disk", "--disk-gib") if options.disk else ("--disk-gib", "--disk")
         raise ConfigError(given, f"is given without {missing}, must be given with it")
-    if not cache.tiers:
+    if not has_tiers:
         raise ConfigError("--disk", "is given without host memory, must be given with --host-gib")
-    path = str(Path(options.disk).expanduser().absolute())
-    return with_disk_tier(cache, kinds, path, options.disk_gib)
+    return str(Path(options.disk).expanduser().absolute())
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
