@@ -20,17 +20,7 @@ from contextlib import suppress
 from dataclasses import Field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
@@ -110,7 +100,8 @@ def with_options(shape: type, *names: str) -> Callable[[CommandT], CommandT]:
 
 
 def _option(field: Field[Any], hint: Any, text: str | None) -> inspect.Parameter:  # noqa: ANN401
-    kind, takes = get_args(hint) if get_origin(hint) is Annotated else (hint, Takes())
+    is_told = hasattr(hint, "__metadata__")  # By `Annotated`.
+    kind, takes = (hint.__origin__, hint.__metadata__[0]) if is_told else (hint, Takes())
     if isinstance(takes, Takes):
         # With its name, a flag has no other one that says no.
         takes = typer.Option(

@@ -23,8 +23,8 @@ from penstock.cli.conventions import (
     SeedOption,
     Takes,
     require_two_files,
+    show_result,
     with_options,
-    write_json,
     write_text,
 )
 from penstock.config import String
@@ -367,10 +367,7 @@ def _progress(total: int) -> Iterator[Callable[[LoadRun], None] | None]:
 
 
 def _show(reports: Sequence[LoadReport], *, json: Path | None, html: Path | None) -> None:
-    if json is None or str(json) != "-":
-        print(describe_runs(reports))
-    if json is not None:
-        document = [msgspec.to_builtins(each) for each in reports]
-        write_json(json, document[0] if len(document) == 1 else document)
+    document = [msgspec.to_builtins(each) for each in reports]
+    show_result(json, describe_runs(reports), document[0] if len(document) == 1 else document)
     if html is not None:
         write_text(html, load_page(reports), option="--html")

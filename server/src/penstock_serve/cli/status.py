@@ -15,7 +15,6 @@ import re
 import socket
 from collections import Counter
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from pathlib import Path
 from ssl import SSLError
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote, urlsplit
@@ -24,7 +23,7 @@ import msgspec
 import typer
 
 from penstock import MissReason
-from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.cli.conventions import ExitStatus, JsonOption, show_result
 from penstock.config import UNIX, require_socket
 from penstock.errors import ConfigError, UnavailableError, counted, shown
 from penstock_serve.cli.serve import DEFAULT_SERVER, ApiKeyFileOption, server_url
@@ -252,10 +251,7 @@ def show_status(
     """
     client = live_client(url, api_key_file)
     live = client.ask()
-    if json is not None:
-        write_json(json, live)
-    if str(json) != "-":
-        print("\n".join(describe_live(client.url, live)))
+    show_result(json, "\n".join(describe_live(client.url, live)), live)
     if live["health"]["state"] != "ok":
         raise typer.Exit(ExitStatus.FINDING)
 
@@ -408,7 +404,7 @@ def clear(
 ) -> None:
     """Forget everything that is cached, in all instances and tiers; requests go on."""
     done = live_client(url, api_key_file).call("POST", "/admin/reset", _Cleared)
-    _tell(json, done, f"cleared: {', '.join(done['reset']) or 'no instance is ready'}")
+    show_result(json, f"cleared: {', '.join(done['reset']) or 'no instance is ready'}", done)
 
 
 @commands.command()
@@ -424,7 +420,7 @@ def story(
     """Say what happened to the blocks of a request, step by step."""
     path = f"/cache/story?request={quote(request, safe='')}"
     found = live_client(url, api_key_file).call("GET", path, _Story)
-    _tell(json, found, "\n".join(story_lines(found["story"], request)))
+    show_result(json, "\n".join(story_lines(found["story"], request)), found)
 
 
 def story_lines(lines: list[str], request: str) -> list[str]:
@@ -443,10 +439,3 @@ def _told(text: str, request: str) -> str:
     mark = "[prefill] " if f" cause={request}/" in text else ""
     words = re.sub(r"\s+lease=\d+", "", text.replace(f" cause={request}", ""), count=1)
     return mark + re.sub(r"^([a-z ]+)/\d+", r"\1", words)
-
-
-def _tell(json: Path | None, document: dict[str, Any], text: str) -> None:
-    if json is not None:
-        write_json(json, document)
-    if str(json) != "-":
-        print(text)

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -135,7 +134,7 @@ class Server:
             Route("/admin/role", self.role, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
         ]
-        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
+        return GuardedApp(routes, self._guard)
 
     # For clients.
 

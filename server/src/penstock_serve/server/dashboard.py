@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -38,7 +37,6 @@ from penstock_serve.observe.live import (
     health_of,
     rates_of,
 )
-from penstock_serve.server import errors
 from penstock_serve.server.access_log import AccessLog
 from penstock_serve.server.http import GuardedApp, HttpServer, serve_until_stopped
 from penstock_serve.server.live_feed import LiveFeed
@@ -283,7 +281,7 @@ class DashboardApp:
     def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [Route("/health", self.health), *self.live.routes()]
-        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
+        return GuardedApp(routes, self._guard)
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`: of the page, not of the servers that it shows."""

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Coroutine, Iterator
 
+    from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
@@ -335,10 +337,10 @@ async def serve_until_stopped(server: HttpServer, bound: socket.socket, stop: St
 
 
 class GuardedApp:
-    """ASGI middleware that refuses pages of other sites at every path, known or not."""
+    """An application that refuses pages of other sites at every path, known or not."""
 
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
-        self._app = app
+    def __init__(self, routes: list[Route], guard: Guard) -> None:
+        self._app = Starlette(routes=routes, exception_handlers=errors.HANDLERS)
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

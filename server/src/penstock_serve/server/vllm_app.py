@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -106,7 +105,7 @@ class RouterApp:
             Route("/metrics", self.metrics),
             *self.live.routes(),
         ]
-        return GuardedApp(Starlette(routes=routes, exception_handlers=errors.HANDLERS), self._guard)
+        return GuardedApp(routes, self._guard)
 
     async def text(self, http: HttpRequest) -> ASGIApp:
         """`POST /v1/completions` and `POST /v1/chat/completions`."""
