@@ -64,8 +64,6 @@ def store(
     """
     if context.invoked_subcommand is not None:
         return
-    if config is None:
-        raise ConfigError("--config", "is missing, must be a file with a stored tier")
     KEYS["serve"]["log_level"].key.read("--log-level", log_level)
     found = stored_tiers_of(config)
     set_up_logs(log_level, as_json=False)
