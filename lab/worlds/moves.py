@@ -183,9 +183,10 @@ def _of_decode_scheduler(actor: DecodeSchedulerActor) -> _Parts:
 
 
 def _writes_of(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Action]]:
-    recalls = actor.scene.transport.recalls
+    recalls, own = actor.scene.transport.recalls, actor.scene.transport.own_memory
     for write, posting in sorted(actor.writes.items()):
-        if posting.abandoned and posting.phase <= (Phase.POSTED if recalls else Phase.ASKED):
+        # Into an area of its own memory, what its driver takes for over may land yet.
+        if posting.abandoned and posting.phase <= (Phase.POSTED if recalls or own else Phase.ASKED):
             yield MoveKind.DO, do.GiveUp(write)
         if posting.phase is Phase.POSTED and not recalls and actor.is_left(write):
             # The driver has closed its link to the area.

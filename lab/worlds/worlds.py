@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from lab.explore import explore, explore_in_bulk
 from lab.worlds.faults import Budget
 from lab.worlds.rules import RuledWorld
-from lab.worlds.scene import NIXL, SHARED_MEMORY, Prompt, Scene, Transport, shares
+from lab.worlds.scene import (
+    GPU_MEMORY,
+    NIXL,
+    SHARED_MEMORY,
+    Prompt,
+    Scene,
+    Transport,
+    shares,
+)
 from lab.worlds.world import HandoffWorld
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
@@ -283,6 +291,31 @@ _NIXL = (
 )
 """Where a posted write may land at any time until the agent of its area is destroyed."""
 
+_GPU = (
+    Small(
+        name="gpu-any-fault",
+        prefill_count=1,
+        decode_count=1,
+        budget=_EVERYTHING,
+        transport=GPU_MEMORY,
+        reduced=False,
+    ),
+    *(
+        Small(
+            name=f"gpu-in-turn-crash-{party}",
+            prefill_count=1,
+            decode_count=1,
+            request_count=2,
+            berth_count=1,
+            budget=Budget(crash=1),
+            crashing=(party,),
+            transport=GPU_MEMORY,
+        )
+        for party in ("P", "P0")
+    ),
+)
+"""Where a write may land at any time, whatever became of its area and its berth."""
+
 _RECONNECTS = (
     Small(name="reconnect", prefill_count=1, decode_count=1, budget=Budget(reconnect=2)),
     Small(
@@ -343,6 +376,7 @@ WORLDS: tuple[Small, ...] = (
     *_crashes(_ONE_BY_TWO),
     *_crashes(replace(_ONE_BY_TWO, name="in-turn-crash", decode_count=1, request_count=2)),
     *_NIXL,
+    *_GPU,
     *_RECONNECTS,
     _delayed("layers", (2, 2), 2, Budget(), delays=2),
     _delayed("cancel", (2, 2), 1, Budget(cancel=1), delays=1),

@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.explore import FindingKind
-from lab.worlds import actions as do
-from lab.worlds import moves
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Budget
-from lab.worlds.moves import MoveKind
-from lab.worlds.prefill import Phase
 from lab.worlds.scene import GPU_MEMORY
 from lab.worlds.worlds import Small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lab.worlds.actor import Effects
-    from lab.worlds.prefill import PrefillRankActor
+    from penstock.handoff.protocol.effects import Take
 
 ONE = Small(name="one", prefill_count=1, decode_count=1, transport=GPU_MEMORY)
 IN_TURN = replace(
@@ -36,21 +30,6 @@ IN_TURN = replace(
 """A berth that a later claim uses."""
 
 
-@pytest.fixture
-def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that was posted and then abandoned ends for its driver, and lands at any later time:
-    with its notice, in a berth that another claim may use by then, while that is read or not."""
-    writes_of = moves._writes_of
-
-    def drop_posted(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Action]]:
-        yield from writes_of(actor)
-        for write, posting in sorted(actor.writes.items()):
-            if posting.abandoned and posting.phase is Phase.POSTED:
-                yield MoveKind.DO, do.GiveUp(write)
-
-    monkeypatch.setattr(moves, "_writes_of", drop_posted)
-
-
 @pytest.mark.parametrize(
     "world",
     [
@@ -61,7 +40,6 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda world: world.name,
 )
-@pytest.mark.usefixtures("late_writes")
 def test_late_writes_break_no_promise(world: Small) -> None:
     result = world.look()
 
@@ -70,11 +48,10 @@ def test_late_writes_break_no_promise(world: Small) -> None:
     assert result.finished_count > 0
 
 
-@pytest.mark.usefixtures("late_writes")
 def test_a_late_write_that_no_sum_finds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank takes what lies in the berth for what its notice says."""
 
-    def believe(rank: DecodeRankActor, take: do.Take, now: float) -> Effects:
+    def believe(rank: DecodeRankActor, take: Take, now: float) -> Effects:
         number = rank.takes.index(take)
         del rank.takes[number], rank.takers[number]
         lies = rank.berths[take.source, take.generation][take.berth]
@@ -91,7 +68,6 @@ def test_a_late_write_that_no_sum_finds_is_found(monkeypatch: pytest.MonkeyPatch
     assert finding.problem.startswith("content: ")
 
 
-@pytest.mark.usefixtures("late_writes")
 def test_memory_that_something_else_gets_is_found() -> None:
     """As an area of arenas would be, with a fence that keeps nothing out."""
     transport = replace(GPU_MEMORY, own_memory=False)
