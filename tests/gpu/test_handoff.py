@@ -196,6 +196,42 @@ def test_a_part_that_was_changed_in_its_berth_is_told_so(opened: Opened) -> None
     assert taker.take(take_of(grid, 3, b"short"), parts, part, berth, keys, [0]) is False
 
 
+def test_a_part_for_which_there_is_no_memory_leaves_no_call_behind(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of another size need a copy; the next part takes its memory and tables anyway."""
+    source, target = split(0, 4, tokens=16), split(0, 4, tokens=32)
+    forms = Form(layout=source), Form(layout=target)
+    plan = plan_reshard([forms[0]], [forms[1]])
+    parts = RouteParts(plan, plan.routes[0], *forms)
+    part = parts.form_of(0, 1)
+    (there, _), (here, _) = tiers_of(source, 1), tiers_of(target, 2)
+    berth = pinned(2 * part.block_bytes)
+    reader = opened(DeviceReader(there, part_bytes=len(berth)))
+    taker = opened(DeviceTaker(here, part_bytes=len(berth)))
+    grid = cut(layers=range(3), blocks=range(4), cell_bytes=1, block_tokens=32, berth_bytes=64)
+    keys = [b"a", b"b"]
+    torch.cuda.synchronize()
+    reader.read(write_of(0), part, [5, 1], keys, berth)
+    torch.cuda.synchronize()
+    ((_, sums),) = reader.ended()
+
+    def full(_taker: DeviceTaker) -> None:
+        raise UnavailableError("full")
+
+    with monkeypatch.context() as without:
+        without.setattr(DeviceTaker, "_take_scratch", full)
+        with pytest.raises(UnavailableError, match="full"):
+            taker.take(take_of(grid, 0, sums), parts, part, berth, keys, [3])
+    (kernels,) = taker._device._kernels.values()
+    free = len(kernels.shape.free)
+    taker.take(take_of(grid, 1, sums), parts, part, berth, keys, [3])
+
+    assert free == device_parts.PARTS
+    assert not getattr(kernels.calls, "_words", [])
+    assert [intact for _, intact in taken(taker)] == [True]
+
+
 def test_nothing_is_copied_any_more_for_a_write_that_was_given_up(opened: Opened) -> None:
     layout = split(0, 4, tokens=16)
     form = Form(layout=layout)

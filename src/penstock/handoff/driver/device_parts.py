@@ -219,7 +219,14 @@ class DeviceTaker:
             return False
         whole = route.source_ratio == route.target_ratio == 1
         shape, packer, calls = self._kernels_of(form, whole=whole)
+        # Staging is used again before the verdict is seen, and others can write the berth: what is
+        # put away later is this copy of what is summed. What may fail comes before the calls are
+        # recorded: else they would be made with the next part's, and read an area that is gone.
+        scratch = None if whole else self._take_scratch()
         stream, count = self._device.stream, len(keys)
+        put_away = None
+        if scratch is not None:
+            put_away = self._put_away_of(route, form, scratch, count, slots)
         numbers = numbers_of(tuple(slots))
         batch, berth = shape.begin(tuple(keys))
         manifest = batch.manifest
@@ -228,11 +235,7 @@ class DeviceTaker:
         batch.sums[:count] = np.frombuffer(take.sums, dtype="<u8").reshape(count, -1)
         manifest.send(calls, stream)
         calls.copy(stream, berth.staged, address_of(memory), len(memory))
-        scratch = None
-        if not whole:
-            # Staging is used again before the verdict is seen, and others can write the berth:
-            # what is put away later is this copy of what is summed.
-            scratch = self._take_scratch()
+        if scratch is not None:
             calls.copy(stream, scratch.data_ptr(), berth.staged, len(memory))
         packer.sum(calls, manifest, berth, stream)
         packer.judge(calls, manifest, berth, batch.sums_address, stream)
@@ -241,9 +244,6 @@ class DeviceTaker:
         calls.record(manifest.ended, stream)
         self._device.rings.ring_behind(manifest.ended, calls)
         calls.make()
-        put_away = None
-        if scratch is not None:
-            put_away = self._put_away_of(route, form, scratch, count, slots)
         self._taking.append(_Taking(take, shape, batch, put_away, scratch, calls))
         return None
 
