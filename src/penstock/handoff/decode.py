@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from penstock.config.values import GPU
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.parts import open_array_taker
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
@@ -29,6 +30,7 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of
+from penstock.handoff.protocol.grid import PART_BYTES_MIN
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class DecodeHandoff(EngineHandoff):
             opening.lines(name),
             incarnation=draw_incarnation(),
             settings=opening.settings,
+            part_bytes_min=_part_bytes_min(opening),
         )
         super().__init__(name, [*drivers, self._engine], opening)
         self._pair = opening.pair
@@ -180,6 +183,17 @@ class DecodeHandoff(EngineHandoff):
             if name in self._open:
                 self._engine.withdraw(name)
                 self._collect(self._engine.take_ended())
+
+
+def _part_bytes_min(opening: Opening) -> int:
+    """Layers of a prompt are put together up to this.
+
+    Between GPUs a part takes so little time that nothing is gained by sending it early; each one
+    that is taken interrupts the kernels of the other process, where they share one.
+    """
+    if opening.pair.data_transport == GPU:
+        return opening.settings.bounds.berth_bytes
+    return PART_BYTES_MIN
 
 
 class DecodeHandoffRank(HandoffRank):

@@ -103,6 +103,15 @@ def test_a_layer_of_good_size_is_a_part_of_its_own() -> None:
     assert (grid.part_layers, grid.part_blocks, grid.part_count) == (1, 40, 32)
 
 
+def test_a_part_has_no_more_blocks_than_a_gpu_has_tables_for() -> None:
+    # One head of an 8B-like model: 8 KiB a block and layer, a prompt of 40,000 tokens.
+    grid = cut(
+        layers=range(32), blocks=range(2500), cell_bytes=8192, block_tokens=16, berth_bytes=16 << 20
+    )
+
+    assert (grid.part_layers, grid.part_blocks, grid.part_count) == (1, PART_BLOCKS_MAX, 96)
+
+
 def test_tiny_layers_travel_together() -> None:
     grid = cut(
         layers=range(32), blocks=range(1), cell_bytes=65_536, block_tokens=16, berth_bytes=4 << 20

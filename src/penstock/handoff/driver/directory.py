@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.parts import CELLS_MAX, RouteParts
-from penstock.handoff.protocol.grid import Grid, cut, missing_blocks
+from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut, missing_blocks
 from penstock.handoff.protocol.identity import Identity, Life, facts_of, form_facts, rank_facts
 from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
@@ -164,7 +164,7 @@ class Directory:
         cached_tokens: int | Mapping[str, int],
         token_count: int,
         berth_bytes: int,
-        part_bytes_min: int | None = None,
+        part_bytes_min: int = PART_BYTES_MIN,
         part_tokens: int | None = None,
     ) -> dict[str, tuple[tuple[str, Grid], ...]]:
         """For each decode rank by name, which prefill ranks owe it which parts.

@@ -27,6 +27,9 @@ PART_BYTES_MIN = 1 << 20
 """Parts below this cost more in notices than their bytes take to travel: layers are put together up
 to it. Beyond it, the last part is longer on its way after the last layer than that saves."""
 
+PART_BLOCKS_MAX = 1024
+"""What the staging of a GPU has tables for."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
@@ -138,26 +141,24 @@ def cut(
     cell_bytes: int,
     block_tokens: int,
     berth_bytes: int,
-    part_bytes_min: int | None = None,
+    part_bytes_min: int = PART_BYTES_MIN,
     part_tokens: int | None = None,
 ) -> Grid:
     """Cuts what one rank owes another into parts that fit a berth.
 
     A part is one layer, so that it can leave as soon as the layer is computed; blocks are split
     where a layer does not fit, or is computed in several steps, and layers are put together up to
-    `part_bytes_min`: a quarter of a berth where that is left out, `PART_BYTES_MIN` at least.
+    `part_bytes_min`.
     Raises `ValueError`: one block of one layer does not fit a berth, or something is empty.
     """
     if not layers or not blocks or cell_bytes < 1 or block_tokens < 1:
         raise ValueError(f"nothing to cut: {layers}, {blocks}, {cell_bytes} bytes a block")
     if cell_bytes > berth_bytes:
         raise ValueError(f"cell_bytes is {cell_bytes}, must be at most berth_bytes {berth_bytes}")
-    part_blocks = min(len(blocks), berth_bytes // cell_bytes)
+    part_blocks = min(len(blocks), berth_bytes // cell_bytes, PART_BLOCKS_MAX)
     if part_tokens is not None:
         part_blocks = min(part_blocks, max(1, part_tokens // block_tokens))
     layer_bytes = part_blocks * cell_bytes
-    if part_bytes_min is None:
-        part_bytes_min = max(PART_BYTES_MIN, berth_bytes // 4)
     wished = -(-min(part_bytes_min, berth_bytes) // layer_bytes)
     part_layers = max(1, min(wished, berth_bytes // layer_bytes, len(layers)))
     return Grid(
