@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.handoff.protocol.grid import PART_COUNT_MAX, Grid, cut, from_bytes, to_bytes
+from penstock.handoff.protocol.grid import (
+    PART_BLOCKS_MAX,
+    PART_COUNT_MAX,
+    Grid,
+    cut,
+    from_bytes,
+    to_bytes,
+)
 
 grids = st.builds(
     Grid,
