@@ -68,7 +68,8 @@ test-vllm-gpu: ## run tests of it on a GPU, with PYTHON and its vLLM as they are
 	@PENSTOCK_VLLM_GPU=$${PENSTOCK_VLLM_GPU:-eager} TRITON_F32_DEFAULT=ieee \
 	    PYTHONPATH="src:server/src:.$${PYTHONPATH:+:$$PYTHONPATH}" \
 	    $(PYTHON) -m pytest -m "vllm and not long" \
-	    $(addprefix tests/vllm/test_,$(addsuffix .py,layerwise requests kinds disk pressure failing_loads shared windows))
+	    $(addprefix tests/vllm/test_,$(addsuffix .py,layerwise requests kinds disk pressure failing_loads shared windows \
+        whole_prompts drafts handoff))
 
 test-sglang: $(SGLANG_READY) ## run Penstock inside SGLang, in an environment of its own
 	@$(SGLANG)/bin/python -m pytest -m "sglang and not long" tests/sglang

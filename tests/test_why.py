@@ -24,6 +24,7 @@ it, for itself."""
 MAY_HAVE_THREADS = (
     *("testing/", "demo/", "store/disk", "store/shared", "store/stored_tier.py", ENCODES),
     *("connectors/handoff/requests.py", "replay/trace.py", "store/clients/redis"),
+    "store/clients/blobs.py",
     *("replay/plan.py",),
     *("store/process/tier_slots", "store/clients/mooncake.py", "store/clients/objects.py"),
     "server/access_log.py",
@@ -36,7 +37,8 @@ beside vLLM's scheduler; spans, if they are asked for, are sent from the server'
 The pool of processes of `penstock plan`, a command of its own, has a thread."""
 PROCESSES = re.compile(
     # A future that some thread of ours completes starts nothing.
-    r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b(?!\.futures import Future, wait$)"
+    r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
+    r"(?!\.futures import (Future, wait|Future|wait)$)"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",
     re.MULTILINE,
 )
