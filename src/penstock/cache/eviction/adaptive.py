@@ -96,14 +96,15 @@ class _Shadow:
 
     def make_room(self, wanted: int, runs: dict[int, _Run]) -> None:
         over = min(self.count, self.count + wanted - self._slot_count)
+        at, queue = self._at, self._queue
         while over > 0:
-            entry = self._queue[0]
-            if not self._holds(entry, runs):
-                heappop(self._queue)
+            run = runs.get(-queue[0][1])
+            # As `_holds`, but for the call: most that is popped here is stale.
+            if run is None or not run.held[at]:
+                heappop(queue)
                 continue
-            held = runs[-entry[1]].held
-            gone = min(over, held[self._at])
-            held[self._at] -= gone
+            gone = min(over, run.held[at])
+            run.held[at] -= gone
             self.count -= gone
             over -= gone
 
@@ -165,7 +166,7 @@ class _Learner:
             values = self.values_if_used(run)
             if run is not None:
                 for shadow, held in zip(self.shadows, run.held, strict=True):
-                    found = min(count, held)
+                    found = count if count < held else held
                     shadow.found += found
                     shadow.found_lately += found
                 self._take(number, count)
@@ -216,8 +217,9 @@ class _Learner:
         run = self.runs[number]
         run.left -= count
         for at, shadow in enumerate(self.shadows):
-            gone = min(count, run.held[at])
-            run.held[at] -= gone
+            held = run.held[at]
+            gone = count if count < held else held
+            run.held[at] = held - gone
             shadow.count -= gone
         if not run.left:
             del self.runs[number]
