@@ -333,7 +333,8 @@ class Peers:
             return
         due = pair.door.next_deadline()
         pair.rests, pair.until = True, math.inf if due is None else due
-        pair.descriptors = list(dict.fromkeys(pair.door.descriptors))
+        # That of the listener, which all pairs share, is always watched; a call wakes them all.
+        pair.descriptors = list({*pair.door.descriptors} - {self._listener.descriptor})
         for fd in pair.descriptors:
             if fd not in self._watchers:
                 self._watched.register(fd, select.EPOLLIN)
