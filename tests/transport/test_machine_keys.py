@@ -6,15 +6,18 @@ import logging
 import time
 from contextlib import closing
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
 from lab.fixtures.channel_suite import receive_frame, soon
 from penstock.cli.app import run
 from penstock.errors import UnavailableError
+from penstock.transport import machine_keys
 from penstock.transport.machine_keys import MachineKeys, is_local
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
 from penstock.transport.zmq_link import RefusalReason
+from tests.ports import free_ports
 
 EVERYWHERE = "tcp://0.0.0.0:*"
 QUICK = ChannelSettings(open_s=0.5)
@@ -142,6 +145,34 @@ def test_a_host_without_a_key_is_not_dialled() -> None:
 )
 def test_which_addresses_are_of_this_machine_alone(address: str, local: bool) -> None:  # noqa: FBT001
     assert is_local(address) is local
+
+
+@pytest.mark.parametrize("port", ["*", "{free}"])
+def test_a_listener_that_was_named_is_dialled_by_its_name(
+    port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its IP address, no peer would find its key: this is how pods and machines of DNS go."""
+    name = gethostname().lower()
+    monkeypatch.setattr(machine_keys, "is_loopback", lambda host: host != name)
+    here = MachineKeys.new()
+    keys = here.with_peer(name, here.public)
+    [free] = free_ports(1)
+
+    with Listener("router", f"tcp://{name}:{port.format(free=free)}", secret=keys) as listener:
+        assert listener.address.startswith(f"tcp://{name}:")
+        channel = dial(listener.address, name="rank 0", secret=keys)
+        with closing(channel):
+            while not channel.is_open:
+                listener.accept(deadline=time.monotonic() + 0.01)
+                channel.receive(deadline=time.monotonic() + 0.01)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "*", "lo"])
+def test_another_listener_is_dialled_by_its_ip_address(host: str) -> None:
+    here, _ = two_machines()
+
+    with Listener("router", f"tcp://{host}:*", secret=here) as listener:
+        assert listener.address.startswith(("tcp://127.0.0.1:", "tcp://0.0.0.0:"))
 
 
 def test_listeners_with_keys_end_without_a_trace() -> None:

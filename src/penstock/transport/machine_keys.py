@@ -206,6 +206,14 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def is_name(host: str) -> bool:
+    """Whether a host is named, not by its IP address, and is another machine for its peers."""
+    with suppress(ValueError):
+        ip_address(host)
+        return False
+    return bool(_HOST.fullmatch(host)) and not is_loopback(host)
+
+
 def require_keys(address: str, secret: Secret) -> None:
     """Refuses an address that other machines can reach, without the keys of machines.
 

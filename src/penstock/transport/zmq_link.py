@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from hashlib import blake2b
 from pathlib import Path
+from socket import if_nameindex
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -52,7 +53,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from penstock.errors import PeerError, PenstockError, UnavailableError
 from penstock.transport.base import FRAME_BYTES_MAX
-from penstock.transport.machine_keys import MachineKeys, require_curve
+from penstock.transport.machine_keys import MachineKeys, host_of, is_name, require_curve
 from penstock.transport.unix_sockets import private_folder, socket_path
 from penstock.vocabulary.frames import FrameCodec, FrameVersionError
 
@@ -442,11 +443,24 @@ def bind_within(socket: Socket, address: str, ports: range) -> str:
             if not chosen or error.errno != zmq.EADDRINUSE:
                 raise UnavailableError(f"cannot listen on {each}: {error.strerror}") from error
         else:
-            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            return _as_named(address, socket.getsockopt_string(zmq.LAST_ENDPOINT))
     raise UnavailableError(
         f"cannot listen on {host}: all of the ports {ports.start}-{ports.stop - 1} are in use; "
         "each connection takes two"
     )
+
+
+def _as_named(asked: str, bound: str) -> str:
+    """The address of a socket, with the name of the machine if it was asked for by one.
+
+    Peers look keys up by what they dial, and a name outlives its IP address (in Kubernetes, that of
+    each pod). Loopback stays an IP address: `localhost` may lead elsewhere in the peer.
+    """
+    name = host_of(asked)
+    networks = {network for _, network in if_nameindex()}
+    if not asked.startswith("tcp://") or not is_name(name) or name in networks:
+        return bound
+    return f"tcp://{name}:{bound.rpartition(':')[2]}"
 
 
 class MonitoredSocket:
