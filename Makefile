@@ -22,6 +22,7 @@ MODEL := $(VENV)/.model
 NIXL := $(VENV)/.nixl
 SITE := $(VENV)/.site
 MOONCAKE := $(VENV)/.mooncake
+KUBERNETES := $(VENV)/.kubernetes
 BIN := $(VENV)/bin
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.
@@ -48,10 +49,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 	@$(BIN)/penstock demo
 	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
-test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) $(MOONCAKE) $(KUBERNETES) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not vllm and not sglang"
 
-test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) $(DYNAMO) $(LLAMA) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(MOONCAKE) $(KUBERNETES) $(SITE) $(VLLM_READY) $(DYNAMO) $(LLAMA) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not vllm and not sglang"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 	@[ ! -s $(LLAMA) ] || $(dir $(LLAMA))bin/python -m pytest -m long tests/connectors/llama_cpp
@@ -184,6 +185,15 @@ $(SITE): $(READY)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt mkdocs-material \
 	    || echo "make: no mkdocs-material here: the tests of the site are skipped" >&2
+	@touch $@
+
+# The schemas of Kubernetes, for what lies in deploy/kubernetes. Where they cannot be had, the test with
+# them is skipped.
+$(KUBERNETES): $(READY)
+	@echo "Getting the schemas of Kubernetes (once; 23 MB)"
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet --no-compile -c constraints.txt kubernetes-validate \
+	    || echo "make: no kubernetes-validate here: the test with the schemas is skipped" >&2
 	@touch $@
 
 # Mooncake Store's wheel for machines without CUDA, without what its other parts ask for, and the

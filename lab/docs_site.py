@@ -41,7 +41,11 @@ ADOPTED = {
 """Pages from elsewhere in the repository, and where the site has them."""
 
 EXAMPLES = "examples.md"
-SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deploy/*.yaml": "yaml"}
+SHOWN = {
+    "examples/*.py": "python",
+    "deploy/Containerfile": "dockerfile",
+    "deploy/kubernetes/*.yaml": "yaml",
+}
 """Files that are shown there, each as a block in its language."""
 
 SEARCH_BOOSTS = {
