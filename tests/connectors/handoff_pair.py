@@ -61,6 +61,7 @@ class Engine:
         step_tokens: int = 64,
         settings: HandoffSettings = SETTINGS,
         claim_steps: int = 0,
+        transport: str = "auto",
     ) -> None:
         """Opens it; KV groups with these layers, of which all but the first have windows."""
         heads = HEADS // ranks
@@ -87,6 +88,7 @@ class Engine:
             version="test 1",
             step_tokens=step_tokens,
             settings=settings,
+            transport=transport,
         )
         self._handoffs = handoffs
         self.address = handoffs.address

@@ -206,6 +206,18 @@ def test_engines_with_other_weights_refuse_each_other(
     assert other.counters.take() == {"prompts_not_received": 1}
 
 
+def test_engines_whose_kv_would_travel_in_different_ways_refuse_each_other(
+    prefill: Engine, opened: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = opened("decode", transport="shared_memory")
+
+    other.claim(answered(prefill, "h-1"), [7, 8, 9])
+
+    assert other.ended().failed == {"answered"}
+    assert "transport is 'auto' here and 'shared_memory' there" in caplog.text
+    assert other.counters.take() == {"prompts_not_received": 1}
+
+
 def test_a_prompt_that_is_aborted_is_computed_by_the_decode_engine(
     prefill: Engine, decode: Engine
 ) -> None:

@@ -183,6 +183,24 @@ def test_times_of_handoffs_that_do_not_fit_each_other_are_refused() -> None:
         read_settings({"config": toml}, failure_policy="recompute")
 
 
+@pytest.mark.parametrize("transport", ["auto", "gpu", "shared_memory"])
+def test_kv_travels_as_the_configuration_says(transport: str) -> None:
+    toml = f'{TOML}[handoff]\ntransport = "{transport}"'
+
+    settings = read_settings({"config": toml}, failure_policy="recompute", role="kv_producer")
+
+    assert settings.transport == transport
+
+
+def test_kv_does_not_travel_between_machines() -> None:
+    toml = f'{TOML}[handoff]\ntransport = "nixl"'
+
+    # Without a handoff nobody needs it.
+    read_settings({"config": toml}, failure_policy="recompute")
+    with pytest.raises(ConfigError, match=r"handoff\.transport: is 'nixl', must be one of auto"):
+        read_settings({"config": toml}, failure_policy="recompute", role="kv_consumer")
+
+
 def test_layers_fill_where_steps_wait_for_them() -> None:
     config = read_settings({"config": TOML}, failure_policy="recompute").config
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 WITHIN_ENGINE = ChannelSettings(silence_s=3600.0)
 """Between a scheduler and its own ranks: a process that stood still, such as one that was stopped,
 goes on with the same ranks. Of one that has ended, the kernel tells at once."""
@@ -64,12 +64,14 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weights: str
     version: str
     """Of the engine's software: another one may keep other numbers in the same bytes."""
+    transport: str
+    """How KV travels, as its configuration says: see `HandoffPair.transport`."""
     step_tokens: Annotated[int, msgspec.Meta(ge=1, le=INDEX_MAX)]
     """How many tokens it computes in a step at most: longer prompts are sent step by step."""
 
     def difference(self, other: EngineCard) -> str:
         """Why prompts cannot be handed over between the two; empty if they can."""
-        for field in ("model", "weights", "version", "layers"):
+        for field in ("model", "weights", "version", "transport", "layers"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 name = "layers of KV groups" if field == "layers" else field
@@ -107,6 +109,7 @@ class PairCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             decode=_engine(decode, f"{decode.name}<{prefill.name}"),
             model=prefill.model,
             weights=f"{prefill.weights} {prefill.version}",
+            transport=prefill.transport,
         )
 
 

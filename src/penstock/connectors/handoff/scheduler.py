@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.config.values import AUTO
 from penstock.connectors.handoff.messages import (
     WITHIN_ENGINE,
     AdmitOffer,
@@ -169,6 +170,7 @@ class SchedulerHandoffs:
         version: str,
         step_tokens: int,
         settings: HandoffSettings,
+        transport: str = AUTO,
     ) -> None:
         """Listens for other engines from now on.
 
@@ -205,6 +207,7 @@ class SchedulerHandoffs:
             model=model,
             weights=weights,
             version=version,
+            transport=transport,
             step_tokens=step_tokens,
         )
         self._peers: list[_Peer] = []

@@ -284,6 +284,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             version=translation.version_of(self._engine),
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             settings=self._handoff_settings,
+            transport=self._settings.transport,
         )
         self._handoffs = HandoffRequests(
             HandoffThread(self._engine.name, handoffs),

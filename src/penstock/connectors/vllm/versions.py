@@ -36,6 +36,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import HandoffTable
+from penstock.config.values import AUTO, GPU, SHARED_MEMORY
 from penstock.connectors.base.settings import (
     is_version,
     name_versions,
@@ -62,6 +63,7 @@ ROLES = (ROLE, PRODUCER, CONSUMER)
 RECOMPUTE = "recompute"
 FAIL = "fail"
 """vLLM's policies for what could not be loaded; `FAIL` is its default."""
+LOCAL = (AUTO, GPU, SHARED_MEMORY)
 BERTHS = 16
 """Parts that are under way at a time on CPUs, where vLLM's threads leave little time for each."""
 
@@ -81,6 +83,21 @@ class ConnectorSettings:
     def hands_over(self) -> bool:
         """Whether it takes part in handoffs."""
         return self.prefills or self.decodes
+
+    @property
+    def transport(self) -> str:
+        """How handed over KV travels.
+
+        Raises `ConfigError`: it is one between machines, which vLLM's engines do not use.
+        """
+        named = AUTO if self.config.handoff is None else self.config.handoff.transport
+        if named not in LOCAL:
+            raise ConfigError(
+                "handoff.transport",
+                f"is {named!r}, must be one of {', '.join(LOCAL)}: vLLM's engines hand prompts "
+                "over on one machine",
+            )
+        return named
 
     def handoff(self, device: str) -> HandoffSettings:
         """Times and bounds of handoffs on a device.
@@ -117,7 +134,10 @@ def read_settings(
         prefills=both or role == PRODUCER,
         decodes=both or role == CONSUMER,
     )
-    settings.handoff("cpu")  # Refuses times that do not fit, whatever the device.
+    # Refused whatever the device.
+    settings.handoff("cpu")
+    if settings.hands_over:
+        _ = settings.transport
     return settings
 
 
