@@ -100,15 +100,22 @@ docs: $(READY) $(SITE) ## build the documentation site; it begins at build/site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
 	@echo "The site is in build/site: open build/site/index.html"
 
-dist: ## build what would be released, in build/dist, and check it
+dist: ## build what would be released, in build/dist, check it, and list what it installs
 	@$(PYTHON) -m venv --without-pip build/release
 	@$(PYTHON) -m pip --python build/release/bin/python --disable-pip-version-check --no-input \
-	    install --quiet --quiet -c constraints.txt build hatchling twine
+	    install --quiet --quiet -c constraints.txt build cyclonedx-bom hatchling twine
 	@rm -rf build/dist
 	@build/release/bin/python -m build --no-isolation --outdir build/dist . > build/dist.log 2>&1 \
 	    && build/release/bin/python -m build --no-isolation --outdir build/dist server >> build/dist.log 2>&1 \
 	    || { cat build/dist.log >&2; exit 1; }
 	@build/release/bin/python -m twine check --strict build/dist/*
+	@$(PYTHON) -m venv --clear --without-pip build/installed
+	@$(PYTHON) -m pip --python build/installed/bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt build/dist/*.whl
+	@rm build/installed/lib/*/site-packages/penstock*.dist-info/direct_url.json  # Says a path of this machine.
+	@build/release/bin/python -m cyclonedx_py environment --pyproject server/pyproject.toml \
+	    --output-reproducible --output-file build/sbom.cdx.json build/installed/bin/python
+	@echo "What would be released is in build/dist, what it installs in build/sbom.cdx.json"
 
 gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu

@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 import venv
 import zipfile
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import yaml
 
@@ -25,6 +28,10 @@ from penstock import errors
 from penstock.cli.entry import main
 from penstock.config import parse_config
 from penstock.doctor import checks
+from tests.serve.conftest import make_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -317,6 +324,92 @@ def test_what_is_installed_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) 
     assert served.returncode == 3
     assert served.stderr.startswith("penstock: serve is part of penstock-serve: pip install ")
     assert not list(empty.iterdir())
+
+
+@pytest.mark.long
+def test_the_list_of_what_is_installed_names_versions_and_no_place(wheels: dict[str, Path]) -> None:
+    text = (ROOT / "build" / "sbom.cdx.json").read_text(encoding="utf-8")
+    found = {each["name"]: each["version"] for each in json.loads(text)["components"]}
+
+    assert wheels.keys() <= {name.replace("-", "_") for name in (*found, "penstock-serve")}
+    assert found["penstock"] == PROJECT_VERSION
+    always = {name_of(each) for each in PROJECT["dependencies"]}
+    assert {name: found[name] for name in always} == {name: pinned()[name] for name in always}
+    assert str(ROOT) not in text
+
+
+@contextmanager
+def running(command: list[str | Path], folder: Path) -> Iterator[str]:
+    """What a command of ours serves, until it has ended by SIGTERM."""
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    limit = threading.Timer(LIMIT_S, process.kill)
+    limit.start()
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            found = re.match(r"penstock: .*(http://127\.0\.0\.1:\d+)", line)
+            if found:
+                yield found[1]
+                break
+        else:
+            raise AssertionError("".join(said))
+        process.terminate()
+        process.communicate(timeout=LIMIT_S)
+    finally:
+        limit.cancel()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.long
+def test_both_wheels_alone_route(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """In the environment of `make dist`, which has what the wheels ask for: no torch, no clone."""
+    assert wheels
+    installed = ROOT / "build" / "installed" / "bin" / "penstock"
+    command = [installed, "router", "--port", "0", "--vllm-decode", "http://127.0.0.1:9"]
+
+    with running([*command], tmp_path) as address:
+        answer = httpx.get(f"{address}/health", timeout=LIMIT_S)
+
+    assert answer.status_code == 503
+    assert "http://127.0.0.1:9" in answer.text
+
+
+@pytest.mark.long
+def test_both_wheels_with_an_engine_serve(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = install(wheels["penstock"], tmp_path / "environment")
+    (site,) = (tmp_path / "environment" / "lib").glob("*/site-packages")
+    zipfile.ZipFile(wheels["penstock_serve"]).extractall(site)
+    make_checkpoint(tmp_path / "model")
+    serve = [python, "-P", "-m", "penstock", "serve", "--port", "0", "--blocks", "64"]
+
+    with running([*serve, "--model", tmp_path / "model"], tmp_path) as address:
+        answer = httpx.post(
+            f"{address}/v1/completions", json={"prompt": "a b c", "max_tokens": 4}, timeout=LIMIT_S
+        )
+
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] > 0
+
+
+def test_only_a_person_publishes_and_no_password_is_kept() -> None:
+    text = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    # YAML 1.1 reads the key `on` as true.
+    workflow = yaml.safe_load(text)
+    jobs = workflow["jobs"]
+
+    assert workflow[True].keys() == {"workflow_dispatch"}
+    assert workflow["permissions"] == {}
+    assert "secrets." not in text
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["environment"] == "pypi"
+    assert {"run": "make dist"} in jobs["build"]["steps"]
+    assert not [step for step in jobs["publish"]["steps"] if "run" in step]
 
 
 @pytest.mark.long
