@@ -99,15 +99,7 @@ class Engine:
             handoffs,
             self.pool,
             counters=self.counters,
-            blocks=EngineBlocks(
-                TOKENS,
-                lambda tokens: [
-                    0 if not at else max(0, tokens - WINDOW + 1) // TOKENS
-                    for at in range(len(groups))
-                ],
-                NULL if len(groups) > 1 else None,
-                claim_steps,
-            ),
+            blocks=_blocks(groups, claim_steps),
             answer={"remote_engine_id": name},
             prefills=True,
             decodes=True,
@@ -182,6 +174,17 @@ class Engine:
         self.requests.close()
         for thread in self._rank_threads:
             thread.close()
+
+
+def _blocks(groups: Sequence[Sequence[int]], claim_steps: int) -> EngineBlocks:
+    return EngineBlocks(
+        TOKENS,
+        lambda tokens: [
+            0 if not at else max(0, tokens - WINDOW + 1) // TOKENS for at in range(len(groups))
+        ],
+        NULL if len(groups) > 1 else None,
+        claim_steps,
+    )
 
 
 def _described(

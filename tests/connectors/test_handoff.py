@@ -194,6 +194,38 @@ def test_engines_whose_blocks_cannot_be_cut_into_heads_refuse_each_other(
     assert "plane opaque of layer 0 has no heads to cut" in caplog.text
 
 
+@pytest.mark.parametrize("aborted", ["", "first", "second"])
+def test_of_two_requests_that_name_one_handoff_the_first_has_it(
+    prefill: Engine, decode: Engine, aborted: str
+) -> None:
+    """As after a retry of a router: the second one is computed."""
+    params = prefill.prefill(asked(), [3, 1, 2])
+    first, second = (
+        FakeRequest(name, PROMPT, kv_transfer_params=params) for name in ("first", "second")
+    )
+    decode.claim(first, [7, 8, 9])
+
+    decode.requests.expect(second)
+    assert decode.requests.find_tokens(second, 0) == 0
+    assert not decode.requests.is_claimed(second)
+    if aborted:
+        request = first if aborted == "first" else second
+        decode.requests.finish(request, completed=False)
+
+    step = decode.ended()
+    assert step.received == {"first"}
+    if aborted != "first":
+        assert step.failed == frozenset()
+        assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
+    assert prefill.released()
+
+
+def test_a_name_that_cannot_be_sent_is_none(prefill: Engine, decode: Engine) -> None:
+    decode.requests.expect(answered(prefill, "\ud800"))
+
+    assert decode.requests.find_tokens(answered(prefill, "\ud800"), 0) == 0
+
+
 def test_engines_with_other_weights_refuse_each_other(
     prefill: Engine, opened: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -142,6 +142,26 @@ def test_what_was_submitted_for_blocks_that_a_prompt_has_lost_is_not_reported(
     assert len(device.events) == 1
 
 
+def test_the_layers_of_a_step_go_over_together_however_long_ago_the_last_one_was(
+    prefill: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(prefill)
+    tokens = submitted(prefill, asked(handoff="h-1"))
+    batches: list[int] = []
+    now = iter(range(100))
+    with monkeypatch.context() as patched:
+        patched.setattr(device._thread, "post", lambda _, layers: batches.append(len(layers)))
+        # A clock that goes on between steps, and not within one.
+        for _ in range(2):
+            at = float(next(now))
+            patched.setattr("penstock.connectors.handoff.progress.time.monotonic", lambda at=at: at)
+            for layer in range(LAYERS):
+                device.progress.layer(tokens, layer)
+            device.progress.end(tokens)
+
+    assert batches == [LAYERS, LAYERS]
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_claim_is_made_when_steps_under_way_cannot_write_to_its_blocks(
     opened: Callable[..., Engine], prefill: Engine, steps: int
@@ -149,8 +169,9 @@ def test_a_claim_is_made_when_steps_under_way_cannot_write_to_its_blocks(
     decode = opened("late", claim_steps=steps)
     params = prefill.prefill(asked(), [3, 1, 2])
 
+    # Blocks are allocated while a step is planned, whose plan follows: that is no later step.
     decode.claim(FakeRequest("answered", PROMPT, kv_transfer_params=params), [7, 8, 9])
-    for _ in range(steps):
+    for _ in range(1 + steps):
         assert decode.requests.pending
         assert decode.requests.receiving
         decode.requests._thread.make(lambda: None)

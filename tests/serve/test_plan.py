@@ -461,5 +461,10 @@ def test_parts_are_larger_on_a_gpu_and_a_berth_of_no_size_is_refused(model_folde
 
     assert (bounds("cpu").berth_bytes, bounds("cpu").berth_count) == (4 << 20, 8)
     assert (bounds("cuda").berth_bytes, bounds("cuda").berth_count) == (16 << 20, 8)
+    # Files that were written for parts of 4 MiB, and bounds that are smaller.
+    assert bounds("cuda", "berth_count = 32").berth_bytes == 4 << 20
+    assert bounds("cuda", "berth_count = 256").berth_bytes == 4 << 20
+    assert bounds("cuda", "berth_count = 16\nlanding_bytes_max = '64 MiB'").area_bytes == 64 << 20
+    assert bounds("cuda", "landing_bytes_max = '64 MiB'").berth_bytes == 8 << 20
     with pytest.raises(ConfigError, match=r"handoff.berth_bytes: is 100, must be at least 4096"):
-        bounds("cpu", "berth_bytes = 100")
+        parse_config(HANDOFF.format(folder=model_folder, handoff="berth_bytes = 100"))

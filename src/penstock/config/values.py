@@ -326,6 +326,7 @@ SHARED_MEMORY = "shared_memory"
 GPU = "gpu"
 NIXL = "nixl"
 """The data transports that are built in."""
+BERTH_BYTES_MIN = 4096
 _Patience: TypeAlias = Annotated[float, Number(minimum=0.1, maximum=86_400)]
 _Seconds: TypeAlias = Annotated[float, Number(minimum=0.1, maximum=3_600)]
 _Memory: TypeAlias = Annotated[int, Bytes(minimum=1 << 20, maximum=1 << 44)]
@@ -363,7 +364,8 @@ class HandoffTable:
     """The largest part of a prompt that travels at once, 4 KiB or more; a block of one layer must
     fit. 0: 4 MiB on CPUs, 16 MiB on GPUs."""
     berth_count: Annotated[int, Whole(minimum=0, maximum=1_024)] = 0
-    """Parts under way between two ranks; 0: 8 (16 in vLLM on CPUs)."""
+    """Parts under way between two ranks; 0: 8, in vLLM on CPUs 16, and on GPUs up to 32 of them
+    that are smaller."""
     landing_bytes_max: _Memory = 4 << 30
     """Memory of a decode rank for parts that arrive."""
     retired_bytes_max: _Memory = 1 << 30
@@ -373,6 +375,13 @@ class HandoffTable:
     `landing_bytes_max`."""
     idle_s: _Patience = 60.0
     """A pair that no request has used so long is closed."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.berth_bytes < BERTH_BYTES_MIN:
+            raise ConfigError(
+                "handoff.berth_bytes",
+                f"is {self.berth_bytes}, must be at least {BERTH_BYTES_MIN}, or 0 for the default",
+            )
 
 
 _Ranks: TypeAlias = Annotated[int, Whole(minimum=0, maximum=1_024)]

@@ -277,7 +277,11 @@ def texts_under(owner: type) -> Mapping[str, str]:
     """The first paragraph under each field of a class and of its bases."""
     found = {}
     for each in reversed(owner.__mro__[:-1]):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        try:
+            source = inspect.getsource(each)
+        except OSError:  # Only compiled files were installed.
+            continue
+        (node,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(node, ast.ClassDef)
         for field, below in pairwise(node.body):
             match field, below:

@@ -64,6 +64,9 @@ class StepProgress:
     def layer(self, tokens: Mapping[str, int], layer: int) -> None:
         """A layer of some prompts was submitted."""
         self._seen.add(layer)
+        if not self._waiting:
+            # Its wait begins now, however long ago the last step was.
+            self._posted_at = time.monotonic()
         self._record(tokens, (layer,))
         if time.monotonic() - self._posted_at >= POST_S:
             self._post()

@@ -344,3 +344,5 @@ class RankSides:
     def _forget(self, handoff: str) -> None:
         self._prompts.pop(handoff, None)
         self._offered.pop(handoff, None)
+        for each in self._submitted:
+            each.tokens.pop(handoff, None)

@@ -358,6 +358,10 @@ class HandoffRequests:
         claimed = self._claimed.get(request.request_id)
         if claimed is None or not claimed.open:
             return 0
+        if claimed.handoff in self._claims:
+            # Two requests name one handoff: the other one has it.
+            claimed.open = False
+            return 0
         missing = self._handed_tokens(request) - computed
         if missing > self._tokens:
             return missing
@@ -385,7 +389,9 @@ class HandoffRequests:
             [self._kept(table[first : self._blocks(count)]) for table in tables],
             _origin(request),
         )
-        self._early.append((self._step + self._claim_steps, claim))
+        # The engine plans this step when its blocks are allocated: that is no later step.
+        later = self._claim_steps + 1 if self._claim_steps else 0
+        self._early.append((self._step + later, claim))
         self._make_claims()
 
     def is_claimed(self, request: EngineRequest) -> bool:
@@ -492,8 +498,9 @@ class HandoffRequests:
             self._thread.post(self._handoffs.cancel_claim, claimed.handoff)
             return
         self._early = deque(early)
-        self._spare(claimed)
-        self._end_claim(self._claims.pop(claimed.handoff), ClaimEnded(claimed.handoff, why=why))
+        ended = self._claims.pop(claimed.handoff)
+        self._spare(ended)
+        self._end_claim(ended, ClaimEnded(claimed.handoff, why=why))
 
     def _collect(self) -> None:
         if self._claims:
@@ -607,7 +614,8 @@ class HandoffRequests:
 
     def _spare(self, claimed: _Claimed) -> None:
         claimed.open = False
-        self._thread.post(self._handoffs.spare, claimed.address, claimed.handoff)
+        if claimed.handoff not in self._claims:  # Else another request has it.
+            self._thread.post(self._handoffs.spare, claimed.address, claimed.handoff)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._tokens)
@@ -630,7 +638,9 @@ class HandoffRequests:
 def _text(own: object, key: str) -> str:
     """A text of `kv_transfer_params.penstock`; empty if it is not there or makes no sense."""
     value = own.get(key) if isinstance(own, dict) else None
-    return value if isinstance(value, str) and len(value) <= NAME_CHARS_MAX else ""
+    if not isinstance(value, str) or len(value) > NAME_CHARS_MAX or not value.isprintable():
+        return ""
+    return value
 
 
 def _origin(request: EngineRequest) -> str:

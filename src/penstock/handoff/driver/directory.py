@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.parts import CELLS_MAX, RouteParts
-from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut, missing_blocks
+from penstock.handoff.protocol.grid import (
+    PART_BLOCKS_MAX,
+    PART_BYTES_MIN,
+    Grid,
+    cut,
+    missing_blocks,
+)
 from penstock.handoff.protocol.identity import Identity, Life, facts_of, form_facts, rank_facts
 from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
@@ -189,6 +195,8 @@ class Directory:
                 block_tokens=self.plan.unit_tokens,
                 berth_bytes=min(berth_bytes, room),
                 part_bytes_min=part_bytes_min,
+                # Staging counts the blocks of the source, where those are smaller.
+                part_blocks_max=max(1, PART_BLOCKS_MAX // parts.source_ratio),
                 part_tokens=part_tokens,
             )
             found[target].append((source, grid))

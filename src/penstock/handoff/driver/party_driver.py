@@ -213,7 +213,7 @@ def _poll(descriptors: Sequence[int], deadline: float) -> bool:
         poll.register(each, select.POLLIN)
     left_ms = 1000 * (deadline - time.monotonic())
     # Rounded up: a wait that ends early would be repeated, with nothing left to wait for.
-    return bool(poll.poll(min(max(0, math.ceil(left_ms)), _POLL_MS_MAX)))
+    return bool(poll.poll(math.ceil(min(max(0.0, left_ms), _POLL_MS_MAX))))
 
 
 _log = logging.getLogger(__name__)

@@ -142,6 +142,7 @@ def cut(
     block_tokens: int,
     berth_bytes: int,
     part_bytes_min: int = PART_BYTES_MIN,
+    part_blocks_max: int = PART_BLOCKS_MAX,
     part_tokens: int | None = None,
 ) -> Grid:
     """Cuts what one rank owes another into parts that fit a berth.
@@ -155,12 +156,14 @@ def cut(
         raise ValueError(f"nothing to cut: {layers}, {blocks}, {cell_bytes} bytes a block")
     if cell_bytes > berth_bytes:
         raise ValueError(f"cell_bytes is {cell_bytes}, must be at most berth_bytes {berth_bytes}")
-    part_blocks = min(len(blocks), berth_bytes // cell_bytes, PART_BLOCKS_MAX)
+    part_blocks = min(len(blocks), berth_bytes // cell_bytes, part_blocks_max)
     if part_tokens is not None:
         part_blocks = min(part_blocks, max(1, part_tokens // block_tokens))
     layer_bytes = part_blocks * cell_bytes
     wished = -(-min(part_bytes_min, berth_bytes) // layer_bytes)
     part_layers = max(1, min(wished, berth_bytes // layer_bytes, len(layers)))
+    # A power of two: on a GPU each number of layers has staging of its own.
+    part_layers = 1 << part_layers.bit_length() - 1
     return Grid(
         layer_first=layers.start,
         layer_count=len(layers),

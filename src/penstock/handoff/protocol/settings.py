@@ -22,8 +22,7 @@ BERTH_BYTES, GPU_BERTH_BYTES = 4 << 20, 16 << 20
 Python and more, whatever its size: within a GPU 16 MiB travel in less."""
 GPU_AREA_BYTES = 128 << 20
 """Parts that wait on a GPU, where an engine takes them between its steps."""
-BERTHS = 8
-BERTH_BYTES_MIN = 4096
+BERTHS, BERTHS_MAX = 8, 32
 RESEND_GROWTH_MIN = 8
 """A resend must be able to wait this many times longer than the first: peers may be slow."""
 
@@ -156,20 +155,14 @@ class HandoffSettings:
 
         Raises `ConfigError`: they do not fit each other; it names the key.
         """
-        if 0 < table.berth_bytes < BERTH_BYTES_MIN:
-            raise ConfigError(
-                "handoff.berth_bytes",
-                f"is {table.berth_bytes}, must be at least {BERTH_BYTES_MIN}, or 0 for the default",
-            )
-        berth_bytes = table.berth_bytes or (GPU_BERTH_BYTES if on_gpu else BERTH_BYTES)
-        berths = max(BERTHS, min(32, GPU_AREA_BYTES // berth_bytes)) if on_gpu else berths_on_cpu
+        berth_bytes, berths = _berths_on_gpu(table) if on_gpu else (BERTH_BYTES, berths_on_cpu)
         try:
             return cls(
                 times=HandoffTimes(
                     **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
                 ),
                 bounds=HandoffBounds(
-                    berth_bytes=berth_bytes,
+                    berth_bytes=table.berth_bytes or berth_bytes,
                     berth_count=table.berth_count or berths,
                     landing_bytes_max=table.landing_bytes_max,
                     retired_bytes_max=table.retired_bytes_max,
@@ -177,3 +170,14 @@ class HandoffSettings:
             )
         except ConfigError as error:
             raise ConfigError(f"handoff.{error.field}", error.problem) from error
+
+
+def _berths_on_gpu(table: HandoffTable) -> tuple[int, int]:
+    """The bytes of a berth on a GPU and how many there are, where the table leaves them open.
+
+    As many as it says in as much memory as it allows: larger ones where they fit.
+    """
+    area = min(GPU_AREA_BYTES, table.landing_bytes_max, table.retired_bytes_max)
+    fitting = area // (table.berth_count or BERTHS)
+    size = table.berth_bytes or max(BERTH_BYTES, min(GPU_BERTH_BYTES, fitting))
+    return size, max(BERTHS, min(BERTHS_MAX, area // size))

@@ -227,5 +227,13 @@ def answer_call(answer: Future[Answer], call: Callable[[], Answer]) -> None:
 def call_in_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
     """The answer of such a call, which a thread of its own makes."""
     answer: Future[Answer] = Future()
-    threading.Thread(target=answer_call, args=(answer, call), name=name, daemon=True).start()
+
+    def run() -> None:
+        try:
+            answer_call(answer, call)
+        finally:
+            if not answer.done():  # An exit, or a panic of compiled code, which the thread reports.
+                answer.set_exception(UnavailableError("it failed, and the log says why"))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return answer

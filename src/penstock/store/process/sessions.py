@@ -431,6 +431,7 @@ class _Find(NamedTuple):
 
     session: ClientSession
     number: int
+    tier: str
 
 
 class StoreQuestions:
@@ -439,6 +440,8 @@ class StoreQuestions:
     def __init__(self) -> None:
         self._finds: dict[int, _Find] = {}
         """By the ticket of their jobs."""
+        self._asked: Counter[str] = Counter()
+        """How many each tier has: one that is slow takes nothing from others."""
         self._pages: list[tuple[ClientSession, PageRequest]] = []
         """Of tiers that do not know the generation of a space yet."""
 
@@ -453,11 +456,12 @@ class StoreQuestions:
         """Answers which blocks are there, or has a tier ask under `ticket`."""
         keys, slot = split_keys(request.keys), owner.slot(request.tier)
         present: Sequence[bool] = [False] * len(keys)
-        if len(self._finds) < FINDS_MAX and slot.tier and not owner.why_not(request.tier):
+        if self._asked[slot.name] < FINDS_MAX and slot.tier and not owner.why_not(request.tier):
             space = _space(owner, request.tier)
             found = slot.tier.find(FindJob(ticket, arenas, space, keys, request.first))
             if found is None:
-                self._finds[ticket] = _Find(session, request.number)
+                self._finds[ticket] = _Find(session, request.number, slot.name)
+                self._asked[slot.name] += 1
                 return
             present = found.present
         session.answer(FindAnswer(request.number, bytes(present)))
@@ -466,6 +470,7 @@ class StoreQuestions:
         """Passes answers of a tier on."""
         for each in found:
             find = self._finds.pop(each.ticket)
+            self._asked[find.tier] -= 1
             present = bytearray(each.present)
             if each.foreign:
                 present[present.index(0)] = IN_ANOTHER_FORM
