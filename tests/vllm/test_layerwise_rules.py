@@ -324,7 +324,7 @@ def test_failed_loads_that_fail_requests_are_refused_unless_they_are_meant(
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_an_engine_on_a_gpu_is_refused_in_a_role(
+def test_an_engine_takes_a_role_on_a_cpu_or_a_cuda_gpu_and_on_no_other_device(
     configured: Callable[..., Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(role)
@@ -332,8 +332,12 @@ def test_an_engine_on_a_gpu_is_refused_in_a_role(
     assert connect(config, SLIDING, FULL)._config is not None
 
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    assert connect(config, FULL)._handoff_settings.bounds.berth_bytes == 16 << 20
 
-    with pytest.raises(ConfigError, match=f"kv_role: is '{role}', must be left out: "):
+    monkeypatch.setattr(config.device_config, "device_type", "xpu")
+    with pytest.raises(
+        ConfigError, match=f"kv_role: is '{role}', must be left out: KV lies on xpu"
+    ):
         connect(config, FULL)
 
 
