@@ -402,3 +402,53 @@ def test_a_segment_that_somebody_removes_while_it_is_begun_switches_the_tier_off
     steps.settle()
     assert steps.tier.state().on
     assert steps.save(saved).faults == ()
+
+
+def test_blocks_of_several_jobs_share_a_call_once_all_threads_have_work(
+    begin: Callable[..., Steps],
+) -> None:
+    moved: list[tuple[str, int]] = []
+
+    def read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        moved.append(("read", os.preadv(fd, buffers, offset)))
+        return moved[-1][1]
+
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        moved.append(("write", os.pwritev(fd, buffers, offset)))
+        return moved[-1][1]
+
+    steps = begin(calls=DiskCalls(preadv=read, pwritev=write))
+    blocks = [steps.rig.fill(1, seed=1 + n, first=n) for n in range(4)]
+    counts = []
+    for idle in (6, 0):
+        steps.tier.idle_workers = idle
+        for way in ("write", "read"):
+            if way == "write":
+                tickets = [steps.rig.save(each) for each in blocks]
+            else:
+                tickets = [steps.rig.load(each.keys, [10 + n]) for n, each in enumerate(blocks)]
+            steps.settle()
+            assert [each.faults for each in steps.rig.wait(*tickets)] == [()] * 4
+            counts.append([size for kind, size in moved if kind == way and size > PAGE_BYTES])
+            moved.clear()
+        for n, each in enumerate(blocks):
+            steps.rig.require(each, [10 + n])
+        blocks = [steps.rig.fill(1, seed=5 + n, first=n) for n in range(4)]
+
+    alone, together = [GEOMETRY.slot_bytes] * 4, [4 * GEOMETRY.slot_bytes]
+    assert counts == [alone, alone, together, together]
+
+
+def test_a_file_that_is_gone_concerns_its_blocks_alone_in_a_call_that_jobs_share(
+    begin: Callable[..., Steps], tmp_path: Path
+) -> None:
+    steps = begin(2 * LEAST_BYTES)
+    first, second = fill_both_segments(steps)
+    steps.tier.idle_workers = 0
+    (tmp_path / "tier" / "00000000.segment").unlink()
+
+    tickets = [steps.rig.load(each.keys, [10 + n]) for n, each in enumerate((first, second))]
+    steps.settle()
+
+    assert [each.faults for each in steps.rig.wait(*tickets)] == [((0, BlockFault.MISSING),), ()]
+    steps.rig.require(second, [11])

@@ -1,7 +1,9 @@
-"""Trailers by compiled code and by NumPy: the same bytes, and the same faults found."""
+"""Blocks and trailers in one compiled call, in parts, or by NumPy: the same bytes and faults."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +15,8 @@ from penstock.movers.packing import PackedSums
 from penstock.store.base import MappedArena, Space, part_name
 from penstock.store.disk import io as disk_io
 from penstock.store.disk.format import TRAILER_HEAD, Geometry
-from penstock.store.disk.index import DiskSegment
-from penstock.store.disk.io import (
-    Run,
-    begin_trailers,
-    check_blocks,
-    check_trailers,
-    end_trailers,
-)
+from penstock.store.disk.index import DiskSegment, Stretch
+from penstock.store.disk.io import AlignedMemory, DiskCalls, Run, open_within, read_run, write_run
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
@@ -28,119 +24,253 @@ from penstock.vocabulary.keys import KEY_BYTES, Key
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-COUNT, FIRST, BLOCK_BYTES, LAYERS = 5, 7, 4096, 4
+COUNT, LAYERS = 5, 4
+PLACES = (7, 8, 9, 20, 21)
+"""Of the blocks, in two stretches."""
 EARLIER_LIFE, THIS_LIFE = 11, 12
 """Salts."""
+IN_MEMORY, IN_PIECES, THROUGH_SCRATCH = 4096, 768 << 10, 2048
+"""Bytes of a block: all of them are one piece, each is one, and slots are not whole pages."""
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def _read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    return os.preadv(fd, buffers, offset)
+
+
+def _write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    return os.pwritev(fd, buffers, offset)
+
+
+IN_PARTS = DiskCalls(preadv=_read, pwritev=_write)
+"""Compiled code reads and writes itself only with the kernel's own calls."""
+
+
+@pytest.fixture(params=["one call", "parts", "plain"])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DiskCalls:
     if request.param == "plain":
-        monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
-        monkeypatch.setattr(packing, "load_parts_library", lambda: None)
-    return str(request.param)
+        leave_out_compiled(monkeypatch)
+    return IN_PARTS if request.param == "parts" else DiskCalls()
+
+
+def leave_out_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
+    monkeypatch.setattr(packing, "load_parts_library", lambda: None)
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    layout = Layout.opaque(
-        layers=range(LAYERS),
-        block_bytes=BLOCK_BYTES // LAYERS,
-        encoding="test",
-        block_tokens=16,
-        block_count=8,
-    )
-    host = HostTier.create(layout, 8)
-    form = Form(layout=layout, checksum=Algorithm.XXH3)
-    arena = MappedArena(host, form, part_name(form, rank=0, rank_count=1, equal=False))
-    keys = [Key(bytes([number + 1]) * KEY_BYTES) for number in range(COUNT)]
-    slots = np.array([3, 1, 7, 0, 4], dtype=np.int32)
-    content = np.random.default_rng(1).integers(0, 256, (COUNT, BLOCK_BYTES), dtype=np.uint8)
-    for block, place in zip(content, arena.blocks(slots, BLOCK_BYTES), strict=True):
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    hosts: list[HostTier] = []
+
+    def make(block_bytes: int = IN_MEMORY, layers: int = LAYERS) -> Run:
+        layout = Layout.opaque(
+            layers=range(layers),
+            block_bytes=block_bytes // layers,
+            encoding="test",
+            block_tokens=16,
+            block_count=8,
+        )
+        host = HostTier.create(layout, 8)
+        hosts.append(host)
+        form = Form(layout=layout, checksum=Algorithm.XXH3)
+        arena = MappedArena(host, form, part_name(form, rank=0, rank_count=1, equal=False))
+        keys = [Key(bytes([number + 1]) * KEY_BYTES) for number in range(COUNT)]
+        slots = np.array([3, 1, 7, 0, 4], dtype=np.int32)
+        fill(arena, slots, keys)
+        segment = DiskSegment(0, "segment", 64 << 20, folder)
+        geometry = Geometry(segment_bytes=64 << 20, block_bytes=block_bytes, cell_count=layers)
+        segment.begin_life(geometry, life=77, age=1, part=arena.part)
+        (tmp_path / "segment").touch()
+        stretches = [Stretch(segment, PLACES[0], 3), Stretch(segment, PLACES[3], 2)]
+        return Run(stretches, 0, arena, Space(bytes(range(16)), 9), keys, slots, EARLIER_LIFE, None)
+
+    yield make
+    os.close(folder)
+    for each in hosts:
+        each.close()
+
+
+def fill(arena: MappedArena, slots: NDArray[np.int32], keys: Sequence[Key]) -> None:
+    """Blocks with their sums, as an engine saves them."""
+    size = arena.span.length
+    content = np.random.default_rng(1).integers(0, 256, (COUNT, size), dtype=np.uint8)
+    for block, place in zip(content, arena.blocks(slots, size), strict=True):
         place[:] = block
     sums = arena.span.sum_blocks(content, keys, Algorithm.XXH3, salt=EARLIER_LIFE)
-    host.keep_sums(slots, sums)
-    geometry = Geometry(segment_bytes=1 << 20, block_bytes=BLOCK_BYTES, cell_count=LAYERS)
-    space = Space(bytes(range(16)), 9)
-    segment = DiskSegment(0, "", 0)
-    yield Run(
-        *(segment, 0, geometry, 77, FIRST, arena, space, keys, slots, EARLIER_LIFE, None),
-    )
-    host.close()
+    arena.host.keep_sums(slots, sums)
 
 
-def written(run: Run) -> NDArray[np.uint8]:
-    trailers = np.zeros((COUNT, run.geometry.trailer_bytes), dtype=np.uint8)
-    begin_trailers(run, trailers)
-    end_trailers(trailers, run.geometry.cell_count)
-    return trailers
+def write(run: Run, calls: DiskCalls) -> NDArray[np.uint64]:
+    memory = AlignedMemory()
+    memory.room(1 << 20)[:] = 0xEE  # What was there before must not be written.
+    return write_run(run, calls, memory)
 
 
-def test_both_write_the_same_trailers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = written(run)
-    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
-
-    np.testing.assert_array_equal(compiled, written(run))
+def read(run: Run, calls: DiskCalls) -> dict[int, BlockFault]:
+    sums = PackedSums(run.arena.host.layout, Algorithm.XXH3)
+    return read_run(run, sums, calls, AlignedMemory())
 
 
-@pytest.mark.usefixtures("code")
-def test_trailers_that_were_written_are_right(run: Run) -> None:
-    assert check_trailers(run, written(run)) == {}
+def blocks_of(run: Run) -> list[bytes]:
+    return [each.tobytes() for each in run.arena.blocks(run.slots, run.geometry.block_bytes)]
 
 
-@pytest.mark.usefixtures("code")
+def change(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES, THROUGH_SCRATCH])
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_all_write_the_same_bytes(
+    make_run: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block_bytes: int,
+    layers: int,
+) -> None:
+    run, found = make_run(block_bytes, layers), []
+    for calls in (DiskCalls(), IN_PARTS, IN_PARTS):
+        if len(found) == 2:
+            leave_out_compiled(monkeypatch)
+        (tmp_path / "segment").write_bytes(b"")
+        sums = write(run, calls)
+        found.append(((tmp_path / "segment").read_bytes(), sums.tolist()))
+
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES, THROUGH_SCRATCH])
+def test_blocks_come_back_with_the_sums_of_this_life(
+    make_run: Callable[..., Run], calls: DiskCalls, block_bytes: int
+) -> None:
+    run = make_run(block_bytes)
+    write(run, calls)
+    expected = blocks_of(run)
+    content = np.stack([np.frombuffer(each, dtype=np.uint8) for each in expected])
+    sums = run.arena.span.sum_blocks(content, run.keys, Algorithm.XXH3, salt=THIS_LIFE)
+    run.arena.host.arena.bytes[:] = 0
+
+    assert read(run._replace(salt=THIS_LIFE), calls) == {}
+
+    assert blocks_of(run) == expected
+    np.testing.assert_array_equal(run.arena.host.sums(run.slots), sums)
+
+
 @pytest.mark.parametrize("field", [*(TRAILER_HEAD.names or ()), "table"])
-def test_a_byte_that_changed_in_a_trailer_is_found(run: Run, field: str) -> None:
-    trailers = written(run)
+def test_a_byte_that_changed_in_a_trailer_is_found(
+    make_run: Callable[..., Run], calls: DiskCalls, tmp_path: Path, field: str
+) -> None:
+    run = make_run()
+    write(run, calls)
     places = TRAILER_HEAD.fields or {}
     at = 256 + 8 * LAYERS - 1 if field == "table" else places[field][1]
-    trailers[2, at] ^= 1
+    change(tmp_path / "segment", run.geometry.offset(PLACES[3]) + run.geometry.trailer_offset + at)
 
-    assert check_trailers(run, trailers) == {2: BlockFault.CORRUPT}
+    assert read(run, calls) == {3: BlockFault.CORRUPT}
 
 
-@pytest.mark.usefixtures("code")
-def test_a_whole_trailer_of_another_block_means_that_this_one_is_missing(run: Run) -> None:
-    trailers = written(run)
+def test_a_whole_trailer_of_another_block_means_that_this_one_is_missing(
+    make_run: Callable[..., Run], calls: DiskCalls
+) -> None:
+    run = make_run()
+    write(run, calls)
     others = [*run.keys[:3], Key(b"\xff" * KEY_BYTES), run.keys[4]]
 
-    assert check_trailers(run._replace(keys=others), trailers) == {3: BlockFault.MISSING}
+    assert read(run._replace(keys=others), calls) == {3: BlockFault.MISSING}
     elsewhere = run._replace(space=Space(bytes(16), 9))
-    assert check_trailers(elsewhere, trailers) == dict.fromkeys(range(COUNT), BlockFault.MISSING)
+    assert read(elsewhere, calls) == dict.fromkeys(range(COUNT), BlockFault.MISSING)
 
 
-@pytest.mark.usefixtures("code")
-@pytest.mark.parametrize("change", [{"life": 78}, {"first": 8}, {"space": Space(bytes(16), 8)}])
-def test_whole_trailers_of_another_time_or_place_are_corrupt(
-    run: Run, change: dict[str, object]
+def test_whole_trailers_of_another_time_are_corrupt(
+    make_run: Callable[..., Run], calls: DiskCalls
 ) -> None:
-    trailers = written(run)
+    run = make_run()
+    write(run, calls)
+    all_corrupt = dict.fromkeys(range(COUNT), BlockFault.CORRUPT)
 
-    found = check_trailers(run._replace(**change), trailers)  # type: ignore[arg-type]
+    assert read(run._replace(space=Space(run.space.name, 8)), calls) == all_corrupt
+    run.stretches[0].segment.life += 1
+    assert read(run, calls) == all_corrupt
 
-    assert found == dict.fromkeys(range(COUNT), BlockFault.CORRUPT)
+
+def test_a_whole_slot_at_another_place_is_corrupt(
+    make_run: Callable[..., Run], calls: DiskCalls, tmp_path: Path
+) -> None:
+    run = make_run()
+    write(run, calls)
+    geometry = run.geometry
+    with open(tmp_path / "segment", "r+b") as file:
+        file.seek(geometry.offset(PLACES[0]))
+        slot = file.read(geometry.slot_bytes)
+        file.seek(geometry.offset(PLACES[4]))
+        file.write(slot)
+
+    assert read(run, calls) == {4: BlockFault.CORRUPT}
 
 
-@pytest.mark.usefixtures("code")
-def test_blocks_are_compared_under_the_salt_of_the_life_that_saved_each(run: Run) -> None:
-    trailers = written(run)
-    # Two of the blocks were saved in this life.
-    newer = run._replace(salt=THIS_LIFE)
-    content = np.stack([np.array(each) for each in run.arena.blocks(run.slots, BLOCK_BYTES)])
+@pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES, THROUGH_SCRATCH])
+def test_blocks_are_compared_under_the_salt_of_the_life_that_saved_each(
+    make_run: Callable[..., Run], calls: DiskCalls, tmp_path: Path, block_bytes: int
+) -> None:
+    run = make_run(block_bytes)
+    write(run, calls)
+    # The second stretch is saved again in this life.
+    content = np.stack([np.frombuffer(each, dtype=np.uint8) for each in blocks_of(run)])
     now = run.arena.span.sum_blocks(content, run.keys, Algorithm.XXH3, salt=THIS_LIFE)
     run.arena.host.keep_sums(run.slots, now)
-    trailers[3:] = written(newer)[3:]
-    run.arena.blocks(run.slots, BLOCK_BYTES)[1][100] ^= 1
+    newer = run._replace(salt=THIS_LIFE)
+    write(
+        newer._replace(stretches=run.stretches[1:], keys=run.keys[3:], slots=run.slots[3:]), calls
+    )
+    change(tmp_path / "segment", run.geometry.offset(PLACES[1]) + 100)
     run.arena.host.keep_sums(run.slots, np.zeros_like(now))
-    bad = {0: BlockFault.MISSING}
 
-    check_blocks(newer, PackedSums(run.arena.host.layout, Algorithm.XXH3), trailers, bad)
+    assert read(newer, calls) == {1: BlockFault.CORRUPT}
 
-    assert bad == {0: BlockFault.MISSING, 1: BlockFault.CORRUPT}
     kept = run.arena.host.sums(run.slots)
-    np.testing.assert_array_equal(kept[2:], now[2:])
-    assert not kept[:2].any()
+    np.testing.assert_array_equal(kept[[0, 2, 3, 4]], now[[0, 2, 3, 4]])
+    assert not kept[1].any()
+
+
+@pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES])
+def test_blocks_after_the_end_of_the_file_are_corrupt_and_those_before_it_right(
+    make_run: Callable[..., Run], calls: DiskCalls, tmp_path: Path, block_bytes: int
+) -> None:
+    run = make_run(block_bytes)
+    write(run, calls)
+    os.truncate(tmp_path / "segment", run.geometry.offset(PLACES[1]) + 100)
+
+    assert read(run, calls) == dict.fromkeys(range(1, COUNT), BlockFault.CORRUPT)
+
+
+def test_what_the_kernel_refuses_is_an_error(
+    make_run: Callable[..., Run], calls: DiskCalls
+) -> None:
+    run = make_run()
+    write(run, calls)
+
+    for access, use in ((os.O_WRONLY, read), (os.O_RDONLY, write)):
+
+        def open_for(name: str, _: int, mode: int, folder: int, access: int = access) -> int:
+            return open_within(name, access, mode, folder)
+
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            use(run, replace(calls, open=open_for))
+
+
+def test_a_slot_that_the_arena_does_not_have_is_refused(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    beyond = np.array([3, 1, 8, 0, 4], dtype=np.int32)
+
+    for use in (read, write):
+        with pytest.raises(ValueError, match="slots are"):
+            use(run._replace(slots=beyond), DiskCalls())

@@ -173,18 +173,14 @@ class PartsLibrary:
             *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
         )
         self.sum_pairs.restype = None
-        # So short that to give away the lock of the interpreter and get it back would take longer.
-        quick = ctypes.PyDLL(str(path))
-        trailers = (pointer, number, number, number)
-        self.begin_trailers = quick.penstock_begin_trailers
-        self.begin_trailers.argtypes = (*trailers, ctypes.c_char_p, pointer, pointer)
-        self.begin_trailers.restype = None
-        self.end_trailers = quick.penstock_end_trailers
-        self.end_trailers.argtypes = (*trailers, pointer, pointer)
-        self.end_trailers.restype = None
-        self.check_trailers = quick.penstock_check_trailers
-        self.check_trailers.argtypes = (*trailers, ctypes.c_char_p, pointer, pointer, pointer)
-        self.check_trailers.restype = None
+        named = ctypes.c_char_p
+        slots = (pointer, pointer, number, named, named, named)
+        self.read_blocks = loaded.penstock_read_blocks
+        self.read_blocks.argtypes = (*slots, named, pointer, number)
+        self.read_blocks.restype = number
+        self.write_blocks = loaded.penstock_write_blocks
+        self.write_blocks.argtypes = (*slots, pointer, number)
+        self.write_blocks.restype = number
         self.check_rows = loaded.penstock_check_rows
         self.check_rows.argtypes = (pointer, number, ctypes.c_uint64, pointer, pointer, pointer)
         self.check_rows.restype = None
@@ -436,10 +432,13 @@ class PackedSums:
         )
         self._cell_count = len(self._span.cells)
         # NumPy takes a microsecond or two for each address.
-        self._table = self._segments.ctypes.data, len(self._segments)
+        self.table = self._segments.ctypes.data, len(self._segments)
+        """Of segments, for compiled code."""
+        self.is_mix64 = algorithm is Algorithm.MIX64
         # Shorter segments have an XXH3 of their own, which `parts.c` does not know.
-        known = algorithm is Algorithm.MIX64 or self._segments[:, 1].min() >= LENGTH_MIN
-        self._library = load_parts_library() if known else None
+        known = self.is_mix64 or self._segments[:, 1].min() >= LENGTH_MIN
+        self.library = load_parts_library() if known else None
+        """`None`: NumPy has to do it."""
 
     def sum_pairs(
         self,
@@ -459,7 +458,7 @@ class PackedSums:
         seeds = np.empty((2, count), dtype=np.uint64)
         seeds[0], seeds[1] = salts
         sums = np.empty((2, count, self._cell_count), dtype=np.uint64)
-        if self._library is None:
+        if self.library is None:
             for position, place in enumerate(places):
                 block = memory[np.newaxis, place : place + self.block_bytes]
                 key = keys[position : position + 1]
@@ -469,10 +468,10 @@ class PackedSums:
                     )[0]
             return sums
         seeds ^= np.array(key_seeds(keys), dtype=np.uint64)
-        self._library.sum_pairs(
-            *(*self._table, seeds.ctypes.data, count),
+        self.library.sum_pairs(
+            *(*self.table, seeds.ctypes.data, count),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self._cell_count),
-            self._algorithm is Algorithm.MIX64,
+            self.is_mix64,
         )
         return sums
 

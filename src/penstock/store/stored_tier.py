@@ -98,6 +98,11 @@ class RunOfBlocks:
         slots = self.job.job.slots
         return np.array([slots[position] for position in self.positions], dtype=np.int32)
 
+    def is_like(self, other: RunOfBlocks) -> bool:
+        """Whether one call could move both: they differ in keys and slots alone."""
+        one, two = self.job.job, other.job.job
+        return one.arena is two.arena and (one.space, one.salt) == (two.space, two.salt)
+
     @property
     def all_unreadable(self) -> dict[int, BlockFault]:
         """The faults of a run of which nothing was done, by position in it."""

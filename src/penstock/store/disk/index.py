@@ -133,6 +133,14 @@ class DiskSegment:
         self.digests = np.zeros(geometry.slot_count, dtype=np.uint64)
 
 
+class Stretch(NamedTuple):
+    """Neighbouring slots of a segment."""
+
+    segment: DiskSegment
+    first: int
+    slot_count: int
+
+
 class Place(NamedTuple):
     """Where a block lies."""
 

@@ -1,8 +1,12 @@
-"""Reads and writes of runs of neighbouring slots, straight out of mapped arenas and into them.
+"""Reads and writes of runs of slots, straight out of mapped arenas and into them.
 
-A run is one system call: block, trailer, block, trailer, … with the blocks where they lie in the
-arena and the trailers in scratch memory of the thread. Blocks of less than a page, whose arena
-slots are not aligned to pages, and encrypted ones go through the scratch memory whole.
+Block, trailer, block, trailer, … are read or written by one system call, with the blocks where
+they lie in the arena and the trailers in scratch memory of the thread. Blocks of less than a page,
+whose arena slots are not aligned to pages, and encrypted ones go through the scratch memory whole.
+
+Compiled code does all of a run in one call, without the lock of the interpreter: it reads a piece
+and sums it while it is in the cache. Where `DiskCalls` has other calls than the kernel's, those
+read and write, and compiled code does the rest. Without a compiler NumPy does.
 
 The one rule: a block that `read_run` does not name as bad has the bytes that were saved under its
 key, and its sums stand in the arena.
@@ -16,8 +20,9 @@ import os
 import secrets
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,17 +39,17 @@ from penstock.store.disk.format import (
     TRAILER_HEAD_BYTES,
     read_trailer,
 )
-from penstock.vocabulary.checksums import SUM_BYTES
+from penstock.vocabulary.checksums import SUM_BYTES, key_seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.movers.packing import PackedSums
+    from penstock.movers.packing import PackedSums, PartsLibrary
     from penstock.store.base import MappedArena, Space
     from penstock.store.disk.format import DiskCipher, Geometry
-    from penstock.store.disk.index import DiskSegment
+    from penstock.store.disk.index import DiskSegment, Stretch
     from penstock.vocabulary.keys import Key
 
 RUN_BYTES_MIN, RUN_BYTES_MAX = 1 << 20, 8 << 20
@@ -59,6 +64,11 @@ assert TRAILER_HEAD.fields is not None
 assert tuple(TRAILER_HEAD.fields[name][1] for name in ("salt", "sum")) == (SALT_AT, SUM_AT)
 _NAMED = struct.Struct("<Q32s16sQQII")
 """The fields of a trailer that say whose block it is; the fifth is the salt of the sums."""
+_BLOCKS = struct.Struct("=QqQQqQqqqqQqqQ")
+_STRETCH = struct.Struct("=qqQqq")
+"""`blocks_t` and `stretch_t` of compiled code."""
+_TRAILERS, _REST = 1, 2
+"""What it is to do: both at once, unless blocks are encrypted in between."""
 _RIGHT, _ANOTHER, _CORRUPT = range(3)
 """What compiled code says. Another: it is whole, but two keys have one digest, and the index has
 the other's."""
@@ -100,15 +110,12 @@ class AlignedMemory:
 
 
 class Run(NamedTuple):
-    """Neighbouring slots of a segment, and the arena slots they come from or go to."""
+    """Blocks for one call: where they lie on the disk, and from or to which arena slots they go."""
 
-    segment: DiskSegment
-    """To open it. What is in it now is in the fields after it."""
+    stretches: Sequence[Stretch]
+    """In the order of the blocks; all have slots of one kind."""
     flags: int
-    """With which the file is opened, besides the access."""
-    geometry: Geometry
-    life: int
-    first: int
+    """With which files are opened, besides the access."""
     arena: MappedArena
     space: Space
     keys: Sequence[Key]
@@ -116,6 +123,25 @@ class Run(NamedTuple):
     """Of the arena."""
     salt: int
     cipher: DiskCipher | None
+
+    @property
+    def geometry(self) -> Geometry:
+        geometry = self.stretches[0].segment.geometry
+        assert geometry is not None
+        return geometry
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether arena slots are what lies on the disk, padding included."""
+        is_page_sized = self.arena.host.slot_bytes == self.geometry.trailer_offset
+        return self.cipher is None and is_page_sized
+
+    @property
+    def places(self) -> Iterator[tuple[DiskSegment, int]]:
+        """The segment and slot of each block."""
+        for segment, first, count in self.stretches:
+            for slot in range(first, first + count):
+                yield segment, slot
 
 
 def probe_direct(folder: int, calls: DiskCalls) -> bool:
@@ -149,23 +175,30 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
 
     Raises `OSError`: not all of it was written.
     """
-    geometry, count = run.geometry, len(run.keys)
-    in_place = run.cipher is None and _is_page_sized(run)
-    step = geometry.trailer_bytes if in_place else geometry.slot_bytes
-    room = scratch.room(count * step).reshape(count, step)
-    trailers = room[:, -geometry.trailer_bytes :]
-    trailers[:] = 0
-    begin_trailers(run, trailers)
-    if not in_place:
-        _fill_blocks(run, room, trailers)
-    trailer_sums = end_trailers(trailers, geometry.cell_count)
-    if in_place:
-        blocks = run.arena.blocks(run.slots, run.arena.host.slot_bytes)
-        buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
-    else:
-        buffers = [room.reshape(-1).data]
-    with run.segment.open(os.O_WRONLY | run.flags, calls) as fd:
-        write_all(fd, buffers, geometry.offset(run.first), calls)
+    room, trailers = _room_of(run, scratch)
+    library = load_parts_library()
+    with _opened(run, os.O_WRONLY, calls) as files:
+        if library is None:
+            begin_trailers(run, trailers)
+            if not run.is_in_place:
+                _fill_blocks(run, room, trailers)
+            trailer_sums = end_trailers(trailers, run.geometry.cell_count)
+        else:
+            itself = calls.pwritev is os.pwritev
+            call = _CompiledCall(run, room, files if itself else None)
+            if run.cipher is None:
+                trailer_sums = call.write(library, _TRAILERS | _REST)
+            else:
+                call.write(library, _TRAILERS)
+                _fill_blocks(run, room, trailers)
+                trailer_sums = call.write(library, _REST)
+            if itself:
+                return trailer_sums
+        done = 0
+        for fd, (segment, first, count) in zip(files, run.stretches, strict=True):
+            buffers = _buffers_of(run, room, done, count)
+            write_all(fd, buffers, _offset(segment, first), calls)
+            done += count
     return trailer_sums
 
 
@@ -178,24 +211,127 @@ def read_run(
         What is wrong with which block of the run, by position.
     Raises `OSError`: it could not be read.
     """
-    geometry, count = run.geometry, len(run.keys)
-    in_place = run.cipher is None and _is_page_sized(run)
-    step = geometry.trailer_bytes if in_place else geometry.slot_bytes
-    room = scratch.room(count * step).reshape(count, step)
-    if in_place:
-        blocks = run.arena.blocks(run.slots, run.arena.host.slot_bytes)
-        buffers = [each.data for pair in zip(blocks, room, strict=True) for each in pair]
-    else:
-        buffers = [room.reshape(-1).data]
-    with run.segment.open(os.O_RDONLY | run.flags, calls) as fd:
-        got = read_all(fd, buffers, geometry.offset(run.first), calls)
-    room[got // geometry.slot_bytes :] = 0  # A file that ends early has no trailers from there on.
-    trailers = room[:, -geometry.trailer_bytes :]
-    bad = check_trailers(run, trailers)
-    if not in_place:
+    room, trailers = _room_of(run, scratch)
+    library = sums.library
+    itself = library is not None and calls.preadv is os.preadv
+    with _opened(run, os.O_RDONLY, calls) as files:
+        done = 0
+        for fd, (segment, first, count) in zip(files, run.stretches, strict=True):
+            if itself:
+                break
+            buffers = _buffers_of(run, room, done, count)
+            got = read_all(fd, buffers, _offset(segment, first), calls)
+            # A file that ends early has no trailers from there on.
+            room[done + got // run.geometry.slot_bytes : done + count] = 0
+            done += count
+        if library is not None:
+            call = _CompiledCall(run, room, files if itself else None, sums)
+            if run.cipher is None:
+                return _faults(call.read(library, _TRAILERS | _REST))
+            bad = _faults(call.read(library, _TRAILERS))
+            _take_blocks(run, room, bad)
+            return _faults(call.read(library, _REST, bad)) | bad
+    places = zip(run.places, trailers, strict=True)
+    bad = _faults([_look_at(run, *at, number, each) for number, (at, each) in enumerate(places)])
+    if not run.is_in_place:
         _take_blocks(run, room, bad)
     check_blocks(run, sums, trailers, bad)
     return bad
+
+
+def _room_of(run: Run, scratch: AlignedMemory) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """For each block its trailer, or its whole slot if need be; and the trailers in it."""
+    geometry, count = run.geometry, len(run.keys)
+    step = geometry.trailer_bytes if run.is_in_place else geometry.slot_bytes
+    room = scratch.room(count * step).reshape(count, step)
+    return room, room[:, -geometry.trailer_bytes :]
+
+
+@contextmanager
+def _opened(run: Run, access: int, calls: DiskCalls) -> Iterator[list[int]]:
+    """A descriptor for each stretch.
+
+    Raises `OSError`: one cannot be opened.
+    """
+    with ExitStack() as stack:
+        files: dict[int, int] = {}
+        for segment, _, _ in run.stretches:
+            if segment.number not in files:
+                opened = segment.open(access | run.flags, calls)
+                files[segment.number] = stack.enter_context(opened)
+        yield [files[segment.number] for segment, _, _ in run.stretches]
+
+
+def _buffers_of(run: Run, room: NDArray[np.uint8], done: int, count: int) -> list[memoryview]:
+    """Where blocks and trailers of a stretch lie in memory."""
+    room = room[done : done + count]
+    if not run.is_in_place:
+        return [room.reshape(-1).data]
+    blocks = run.arena.blocks(run.slots[done : done + count], run.arena.host.slot_bytes)
+    return [each.data for pair in zip(blocks, room, strict=True) for each in pair]
+
+
+def _offset(segment: DiskSegment, slot: int) -> int:
+    assert segment.geometry is not None
+    return segment.geometry.offset(slot)
+
+
+class _CompiledCall:
+    """What compiled code is told of a run; it makes the calls of the kernel if it gets `files`."""
+
+    def __init__(
+        self,
+        run: Run,
+        room: NDArray[np.uint8],
+        files: list[int] | None,
+        sums: PackedSums | None = None,
+    ) -> None:
+        host, geometry, count = run.arena.host, run.geometry, len(run.keys)
+        if not 0 <= run.slots.min() <= run.slots.max() < host.slot_count:
+            raise ValueError(f"slots are {run.slots}, must be below {host.slot_count}")
+        self._run, self._count = run, count
+        self._scratch = np.empty(SUM_AT + 2 * geometry.cell_count * SUM_BYTES, dtype=np.uint8)
+        self._wrong = np.zeros(count, dtype=np.uint8)
+        stretches = b"".join(
+            _STRETCH.pack(fd, _offset(segment, first), segment.life, first, slot_count)
+            for fd, (segment, first, slot_count) in zip(
+                files or repeat(-1), run.stretches, strict=False
+            )
+        )
+        blocks = _BLOCKS.pack(
+            *(host.arena.address + host.blocks_offset, host.slot_bytes, host.arena.address),
+            *(room.ctypes.data, room.shape[1], self._scratch.ctypes.data),
+            *(geometry.block_bytes, geometry.trailer_offset, geometry.trailer_bytes),
+            geometry.cell_count,
+            *((0, 0, 0) if sums is None else (*sums.table, sums.is_mix64)),
+            run.salt,
+        )
+        self._told = (
+            *(blocks, stretches, len(run.stretches), run.slots.tobytes()),
+            *(_names(run, *next(run.places)), key_fields(run.keys).tobytes()),
+        )
+
+    def write(self, library: PartsLibrary, steps: int) -> NDArray[np.uint64]:
+        """Raises `OSError`: not all of it was written."""
+        trailer_sums = np.empty(self._count, dtype=np.uint64)
+        self._check(library.write_blocks(*self._told, trailer_sums.ctypes.data, steps))
+        return trailer_sums
+
+    def read(self, library: PartsLibrary, steps: int, bad: Iterable[int] = ()) -> list[int]:
+        """What is wrong with each block; those that are known to be `bad` are not looked at.
+
+        Raises `OSError`: they cannot be read.
+        """
+        for position in bad:
+            self._wrong[position] = _CORRUPT
+        seeds = np.array(key_seeds(self._run.keys), dtype=np.uint64).tobytes()
+        self._check(library.read_blocks(*self._told, seeds, self._wrong.ctypes.data, steps))
+        return self._wrong.tolist()
+
+    @staticmethod
+    def _check(number: int) -> None:
+        if number:
+            raise OSError(number, os.strerror(number))
 
 
 def write_all(fd: int, buffers: list[memoryview], offset: int, calls: DiskCalls) -> None:
@@ -252,11 +388,6 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def _is_page_sized(run: Run) -> bool:
-    """Whether arena slots are what lies on the disk, padding included."""
-    return run.arena.host.slot_bytes == run.geometry.trailer_offset
-
-
 def _fill_blocks(run: Run, room: NDArray[np.uint8], trailers: NDArray[np.uint8]) -> None:
     """Copies blocks into whole slots, encrypted if need be."""
     size = run.geometry.block_bytes
@@ -296,42 +427,26 @@ def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) 
 
 
 def begin_trailers(run: Run, trailers: NDArray[np.uint8]) -> None:
-    """Fills in all but how a block is encrypted, and the trailer's own sum; `trailers` is zeros."""
-    count, cells = len(run.keys), run.geometry.cell_count
+    """Fills in all but how a block is encrypted, and the trailer's own sum."""
+    trailers[:] = 0
     sums = run.arena.host.sums(run.slots).astype("<u8", copy=False)
-    keys = key_fields(run.keys)
-    library = load_parts_library()
-    if library is not None:
-        library.begin_trailers(
-            *(trailers.ctypes.data, trailers.strides[0], count, cells),
-            *(_names(run), keys.ctypes.data, sums.ctypes.data),
-        )
-        return
-    for number, trailer in enumerate(trailers):
-        named = np.frombuffer(_names(run, number), dtype=np.uint8)
+    for number, (trailer, place) in enumerate(zip(trailers, run.places, strict=True)):
+        named = np.frombuffer(_names(run, *place, number), dtype=np.uint8)
         trailer[: _NAMED.size] = named
         table = sums[number].view(np.uint8)
         trailer[TRAILER_HEAD_BYTES : TRAILER_HEAD_BYTES + len(table)] = table
 
 
-def _names(run: Run, number: int = 0) -> bytes:
+def _names(run: Run, segment: DiskSegment, slot: int, number: int = 0) -> bytes:
     """How the trailer of one of the blocks begins."""
     key, (space, generation) = run.keys[number], run.space
-    slot, cells = run.first + number, run.geometry.cell_count
-    return _NAMED.pack(run.life, key, space, generation, run.salt, slot, cells)
+    cells = run.geometry.cell_count
+    return _NAMED.pack(segment.life, key, space, generation, run.salt, slot, cells)
 
 
 def end_trailers(trailers: NDArray[np.uint8], cell_count: int) -> NDArray[np.uint64]:
     """Writes the sum of each trailer into it; returns them, for the rows."""
     sums = np.empty(len(trailers), dtype=np.uint64)
-    library = load_parts_library()
-    if library is not None:
-        scratch = np.empty(SUM_AT + cell_count * SUM_BYTES, dtype=np.uint8)
-        library.end_trailers(
-            *(trailers.ctypes.data, trailers.strides[0], len(trailers), cell_count),
-            *(scratch.ctypes.data, sums.ctypes.data),
-        )
-        return sums
     end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
     for number, trailer in enumerate(trailers):
         joined = trailer[:SUM_AT].tobytes() + trailer[TRAILER_HEAD_BYTES:end].tobytes()
@@ -341,27 +456,14 @@ def end_trailers(trailers: NDArray[np.uint8], cell_count: int) -> NDArray[np.uin
     return sums
 
 
-def check_trailers(run: Run, trailers: NDArray[np.uint8]) -> dict[int, BlockFault]:
-    """What is wrong with the trailers of a run, by position in it."""
-    count, cells = len(run.keys), run.geometry.cell_count
-    library = load_parts_library()
-    if library is None:
-        return _faults([_look_at(run, number, each) for number, each in enumerate(trailers)])
-    keys, wrong = key_fields(run.keys), np.empty(count, dtype=np.uint8)
-    scratch = np.empty(SUM_AT + cells * SUM_BYTES, dtype=np.uint8)
-    library.check_trailers(
-        *(trailers.ctypes.data, trailers.strides[0], count, cells),
-        *(_names(run), keys.ctypes.data, scratch.ctypes.data, wrong.ctypes.data),
-    )
-    return _faults(wrong.tolist())
-
-
-def _look_at(run: Run, number: int, trailer: NDArray[np.uint8]) -> int:
+def _look_at(
+    run: Run, segment: DiskSegment, slot: int, number: int, trailer: NDArray[np.uint8]
+) -> int:
     found = read_trailer(trailer.tobytes())
     if found is None:
         return _CORRUPT
     said = _NAMED.unpack(trailer[: _NAMED.size].tobytes())
-    wanted = _NAMED.unpack(_names(run, number))
+    wanted = _NAMED.unpack(_names(run, segment, slot, number))
     names, places = (1, 2), (0, 3, 5, 6)
     if any(said[field] != wanted[field] for field in places):
         return _CORRUPT

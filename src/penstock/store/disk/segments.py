@@ -20,7 +20,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from penstock.store.disk.format import (
 from penstock.store.disk.index import (
     BlockIndex,
     DiskSegment,
+    Stretch,
     bytes_of,
     check_rows,
     keys_of,
@@ -71,14 +72,6 @@ CURSOR_BITS = 32
 
 class NoRoomError(Exception):
     """Every segment is in use now."""
-
-
-class Stretch(NamedTuple):
-    """Neighbouring slots for blocks that are to be written."""
-
-    segment: DiskSegment
-    first: int
-    slot_count: int
 
 
 @dataclass(frozen=True, slots=True)

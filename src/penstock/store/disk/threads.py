@@ -31,7 +31,7 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
 from penstock.store.disk.format import ROW, ROW_BYTES, Geometry, seal_rows
-from penstock.store.disk.index import make_rows, parents_of, read_rows
+from penstock.store.disk.index import Stretch, make_rows, parents_of, read_rows
 from penstock.store.disk.io import (
     AlignedMemory,
     Run,
@@ -41,10 +41,10 @@ from penstock.store.disk.io import (
     write_run,
 )
 from penstock.store.disk.segments import NoRoomError
-from penstock.store.stored_tier import JobInHand, RunOfBlocks
+from penstock.store.stored_tier import UNREADABLE, JobInHand, RunOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.store.disk.format import DiskCipher
     from penstock.store.disk.index import DiskSegment
     from penstock.store.disk.io import DiskCalls
-    from penstock.store.disk.segments import SegmentPool, Stretch
+    from penstock.store.disk.segments import SegmentPool
     from penstock.store.disk.tier import DiskTier
     from penstock.vocabulary.keys import Key
 
@@ -162,41 +162,45 @@ class DiskThreads:
         """Reads, writes or syncs; the result is recorded in the tier."""
         match task:
             case RunToRead():
-                self._read(task, scratch)
+                self._read(self._tier.take_along(task, self._tier.reads), scratch)
             case RunToWrite():
-                self._write(task, scratch)
+                self._write(self._tier.take_along(task, self._tier.writes), scratch)
             case SegmentToSync():
                 self.sync(task.segment)
                 with self._tier.lock:
                     task.segment.busy -= 1
 
-    def _run_of(self, task: RunToRead | RunToWrite) -> Run:
-        geometry, job = task.segment.geometry, task.job.job
-        assert geometry is not None
+    def _run_of(self, tasks: Sequence[RunToRead] | Sequence[RunToWrite]) -> Run:
+        job = tasks[0].job.job
         return Run(
-            task.segment,
+            list(_stretches_of(tasks)),
             self._tier.pool.flags,
-            geometry,
-            task.segment.life,
-            task.first,
             job.arena,
             job.space,
-            task.keys,
-            task.slots,
+            [key for each in tasks for key in each.keys],
+            np.concatenate([each.slots for each in tasks]),
             job.salt,
             self._cipher,
         )
 
-    def _read(self, read: RunToRead, scratch: AlignedMemory) -> None:
-        tier, arena = self._tier, read.job.job.arena
-        faults, failure = read.all_unreadable, ""
+    def _read(self, reads: Sequence[RunToRead], scratch: AlignedMemory) -> None:
+        """Reads in one call; if that fails, each by itself, to know whose failure it is."""
+        tier, arena = self._tier, reads[0].job.job.arena
+        fault, failure = UNREADABLE, ""
+        found: dict[int, BlockFault] | None = None
         try:
             sums = tier.sums.of(arena, arena.form.checksum)
-            found = read_run(self._run_of(read), sums, self._calls, scratch)
-            parents = self._parents_of(read) if tier.pool.is_cold(read.segment) else []
+            bad = read_run(self._run_of(reads), sums, self._calls, scratch)
+            for each in reads:
+                if tier.pool.is_cold(each.segment):
+                    each.parents = self._parents_of(each)
         except OSError as error:
-            if tier.pool.forget_if_removed(read.segment):
-                faults = dict.fromkeys(faults, BlockFault.MISSING)
+            if len(reads) > 1:
+                for each in reads:
+                    self._read([each], scratch)
+                return
+            if tier.pool.forget_if_removed(reads[0].segment):
+                fault = BlockFault.MISSING
             else:
                 failure = f"reading failed: {error.strerror}"
                 with tier.lock:
@@ -205,28 +209,58 @@ class DiskThreads:
             with tier.lock:
                 failure = tier.break_down(error)
         else:
-            faults, read.parents = found, parents
-            with tier.lock:
-                tier.failures = 0
+            found = bad
         with tier.lock:
-            tier.end_run(read, faults, failure)
+            self._end_reads(reads, found, fault, failure)
+
+    def _end_reads(
+        self,
+        reads: Sequence[RunToRead],
+        found: dict[int, BlockFault] | None,
+        fault: BlockFault,
+        failure: str,
+    ) -> None:
+        """`found` are the faults over all of them; without it none was read, and `fault` is why."""
+        if found is not None:
+            self._tier.failures = 0
+        done = 0
+        for read in reads:
+            places = range(len(read.positions))
+            if found is None:
+                faults = dict.fromkeys(places, fault)
+            else:
+                faults = {at: found[done + at] for at in places if done + at in found}
+            self._tier.end_run(read, faults, failure)
+            done += len(places)
 
     def _parents_of(self, read: RunToRead) -> list[Key | None]:
         """What the rows of a read say, for blocks that are written again."""
         with read.segment.open(os.O_RDONLY, self._calls) as fd:
             return parents_of(read_rows(fd, read.first, len(read.positions), self._calls))
 
-    def _write(self, write: RunToWrite, scratch: AlignedMemory) -> None:
+    def _write(self, writes: Sequence[RunToWrite], scratch: AlignedMemory) -> None:
+        """Writes in one call; if that fails, each by itself, to know whose failure it is."""
+        failure = ""
         try:
-            write.trailer_sums = write_run(self._run_of(write), self._calls, scratch)
+            trailer_sums = write_run(self._run_of(writes), self._calls, scratch)
         except OSError as error:
-            write.failure = f"writing failed: {error.strerror}"
-            self._switch_off(write.segment, write.failure, error)
+            if len(writes) > 1:
+                for each in writes:
+                    self._write([each], scratch)
+                return
+            failure = f"writing failed: {error.strerror}"
+            self._switch_off(writes[0].segment, failure, error)
         except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
             with self._tier.lock:
-                write.failure = self._tier.break_down(error)
+                failure = self._tier.break_down(error)
+        else:
+            ends = np.cumsum([len(each.positions) for each in writes])[:-1]
+            for each, its_sums in zip(writes, np.split(trailer_sums, ends), strict=True):
+                each.trailer_sums = its_sums
         with self._tier.lock:
-            self._tier.tell_keeper(write)
+            for each in writes:
+                each.failure = failure
+                self._tier.tell_keeper(each)
 
     def sync(self, segment: DiskSegment) -> None:
         """Makes what was written to a segment outlive a power loss."""
@@ -471,6 +505,17 @@ class DiskThreads:
             with self._tier.lock:
                 self._tier.break_down(error)
             return False
+
+
+def _stretches_of(tasks: Sequence[RunToRead] | Sequence[RunToWrite]) -> Iterator[Stretch]:
+    """Where their blocks lie; neighbours together."""
+    segment, first, end = tasks[0].segment, tasks[0].first, tasks[0].first
+    for each in tasks:
+        if each.segment is not segment or each.first != end:
+            yield Stretch(segment, first, end - first)
+            segment, first, end = each.segment, each.first, each.first
+        end += len(each.positions)
+    yield Stretch(segment, first, end - first)
 
 
 def _rows_of(segment: DiskSegment, write: RunToWrite) -> NDArray[np.void]:

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PenstockError, UnavailableError
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THREADS_MIN, THREADS_MAX = 4, 8
+SlotsT = TypeVar("SlotsT", RunToRead, RunToWrite)
 QUEUE_BYTES = 1 << 30
 """Of saves in hand: about a second of writing."""
 
@@ -277,6 +278,25 @@ class DiskTier(StoredTier[DiskTask]):
         pieces = max(1, self.idle_workers - len(self.reads) - len(self.writes))
         wanted = min(max(count * slot_bytes // pieces, RUN_BYTES_MIN), RUN_BYTES_MAX)
         return min(max(1, -(-wanted // slot_bytes)), RUN_SLOTS_MAX)
+
+    def take_along(self, task: SlotsT, queue: deque[DiskTask]) -> list[SlotsT]:
+        """A task and others from its queue for the same call: as many as idle threads would get.
+
+        So blocks without neighbours cost little more than those of one job. Takes the lock.
+        """
+        taken, size = [task], task.job.job.arena.host.slot_bytes
+        nbytes = len(task.positions) * size
+        with self.lock:
+            for _ in range(len(queue) // (self.idle_workers + 1)):
+                each = queue[0]
+                if not isinstance(each, type(task)) or not each.is_like(task):
+                    break
+                nbytes += len(each.positions) * size
+                if nbytes > RUN_BYTES_MIN:
+                    break
+                queue.popleft()
+                taken.append(each)
+        return taken
 
     def tell_keeper(self, message: ForKeeper) -> None:
         self.inbox.append(message)
