@@ -26,7 +26,6 @@ import os
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -161,6 +160,7 @@ class StoredTier(StoreTier, Generic[TaskT]):
         """Of who waits for a job, or for a block that another one writes."""
         self.idle_workers = workers
         self.descriptor = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._signalled = True
         self.jobs: dict[int, JobInHand] = {}
         self.reads: deque[TaskT] = deque()
         self.writes: deque[TaskT] = deque()
@@ -245,7 +245,9 @@ class StoredTier(StoreTier, Generic[TaskT]):
         self.signal()
 
     def signal(self) -> None:
-        if not self.closed:
+        # Each call of the kernel gives away the interpreter's lock while others wait for ours.
+        if not (self.closed or self._signalled):
+            self._signalled = True
             os.eventfd_write(self.descriptor, 1)
 
     def has_news(self) -> bool:
@@ -253,9 +255,9 @@ class StoredTier(StoreTier, Generic[TaskT]):
 
     def settle(self) -> None:
         """Makes `descriptor` silent if all news was taken."""
-        if not (self.closed or self.has_news()):
-            with suppress(BlockingIOError):
-                os.eventfd_read(self.descriptor)
+        if self._signalled and not (self.closed or self.has_news()):
+            self._signalled = False
+            os.eventfd_read(self.descriptor)
 
     # Whether it is on
 

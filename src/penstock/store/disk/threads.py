@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.store.base import EndedJob, LoadJob, SaveJob
+    from penstock.store.base import EndedJob, LoadJob, SaveJob, Space
     from penstock.store.disk.format import DiskCipher
     from penstock.store.disk.index import DiskSegment
     from penstock.store.disk.io import DiskCalls
@@ -414,7 +414,10 @@ class DiskThreads:
     def _write_rows_of(self, segment: DiskSegment, writes: list[RunToWrite]) -> None:
         """One write for rows that follow each other."""
         # As bytes: NumPy compares the fields of records with each other, which takes far longer.
-        made = [_rows_of(segment, write).view(np.uint8) for write in writes]
+        made = [
+            _rows_of(segment, space, list(group)).view(np.uint8)
+            for space, group in groupby(writes, key=lambda write: write.job.job.space)
+        ]
         rows = seal_rows(np.concatenate(made).view(ROW))
         gaps = np.flatnonzero(np.diff(rows["slot"].astype(np.int64)) != 1) + 1
         with segment.open(os.O_WRONLY, self._calls) as fd:
@@ -428,16 +431,18 @@ class DiskThreads:
     def _end_writes(self, writes: Sequence[RunToWrite]) -> None:
         tier = self._tier
         for write in writes:
-            write.ended = True
-            write.segment.busy -= 1
             if not tier.is_current(write.segment):
                 write.failure = write.failure or "the folder was exchanged"
-            if not write.failure:
-                tier.pause_s = tier.retry_s
-                digests = [write.job.digests[position] for position in write.positions]
-                slots = range(write.first, write.first + len(digests))
-                tier.pool.index.add(write.segment, slots, digests, tier.pool.segments)
-            elif not write.job.failure and tier.off:
+        good = [write for write in writes if not write.failure]
+        for segment, group in groupby(good, key=lambda write: write.segment):
+            tier.pause_s = tier.retry_s
+            its_writes = list(group)
+            digests = [write.job.digests[at] for write in its_writes for at in write.positions]
+            tier.pool.index.add(segment, _slots_of(its_writes), digests, tier.pool.segments)
+        for write in writes:
+            write.ended = True
+            write.segment.busy -= 1
+            if write.failure and not write.job.failure and tier.off:
                 write.job.failure = write.failure
             tier.end_blocks(write.job, write.positions, write.failure)
             write.segment.writes -= 1
@@ -518,14 +523,17 @@ def _stretches_of(tasks: Sequence[RunToRead] | Sequence[RunToWrite]) -> Iterator
     yield Stretch(segment, first, end - first)
 
 
-def _rows_of(segment: DiskSegment, write: RunToWrite) -> NDArray[np.void]:
-    job, first = write.job.job, write.first
+def _slots_of(writes: Sequence[RunToWrite]) -> list[int]:
+    return [write.first + number for write in writes for number in range(len(write.positions))]
+
+
+def _rows_of(segment: DiskSegment, space: Space, writes: Sequence[RunToWrite]) -> NDArray[np.void]:
     return make_rows(
         segment,
-        range(first, first + len(write.positions)),
-        job.space,
-        write.keys,
-        [job.parents[position] for position in write.positions],
-        write.trailer_sums,
+        _slots_of(writes),
+        space,
+        [key for write in writes for key in write.keys],
+        [write.job.job.parents[position] for write in writes for position in write.positions],
+        np.concatenate([write.trailer_sums for write in writes]),
         now=time.time(),
     )
