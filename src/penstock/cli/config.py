@@ -101,7 +101,7 @@ class VllmOptions(EngineOptions):
     """Those of `vllm-config`; flags are keys that the connector reads."""
 
     layerwise: bool = False
-    """Steps compute on loads while they arrive; not with vLLM's V2 model runner."""
+    """Steps compute on loads while they arrive, where that is safe."""
     role: str = ROLE
     """kv_producer computes prompts for other engines, kv_consumer takes them."""
     handoff: bool = False
