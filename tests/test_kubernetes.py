@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 FILES = sorted(FOLDER.glob("*.yaml"))
 MONITOR = "pod-monitor.yaml"
 VERSIONS = ("1.31", "1.37")
-"""Oldest and newest that the page names."""
+"""Those that the page names."""
 RUN_S = 120.0
 
 
@@ -242,4 +242,4 @@ def test_the_commands_of_the_page_and_of_the_comments_name_files_that_exist() ->
 
     assert len(named) > 6
     assert all((ROOT / each).is_file() for each in named)
-    assert f"{VERSIONS[0]} to {VERSIONS[1]}" in PAGE
+    assert f"{VERSIONS[0]} and {VERSIONS[1]}" in PAGE
