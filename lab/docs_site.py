@@ -51,7 +51,6 @@ SHOWN = {
 SEARCH_BOOSTS = {
     "why-misses.md": 4,
     "changelog.md": 0.1,
-    "tried.md": 0.2,
 }
 """What the search weighs more or less than other pages: who searches for a message wants a remedy
 before why something was built as it is."""
