@@ -20,8 +20,6 @@ class Way(Enum):
 
     HERE = "here"
     """Not at all: the one rank is the owner's own process."""
-    CHANNELS = "channels"
-    """Over channels of the runtime: in order and once, or the channel has failed."""
     MESSAGES = "messages"
     """With the engine's own messages: plans in order, reports in any."""
 
@@ -32,9 +30,7 @@ class Ways:
 
     way: Way
     delay_s: float
-    """Mean time of a frame on its way."""
-    window_frames: int
-    """So many frames wait in a channel; then it takes no more."""
+    """Mean time of a message on its way."""
     owner_s: float
     """The owner takes its turns within so long after something happened."""
     step_blocks: int
@@ -44,7 +40,7 @@ class Ways:
     lack: float
     """A rank comes back on a machine that does not give it one of its tiers."""
     cut: float
-    """Per step of the engine: a channel fails, though both ends live."""
+    """Per step of the engine: it takes a rank for dead that lives on for a while."""
     lose: float
     """A message is lost."""
     repeat: float
@@ -96,15 +92,17 @@ def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
         return 0.0 if conditions.healthy else drawn
 
     one = conditions.settings.rank_count == 1
-    way = rng.choice(
-        (Way.HERE, Way.CHANNELS, Way.MESSAGES) if one else (Way.CHANNELS, Way.MESSAGES)
-    )
+    # Drawn as when there was a third way, also below: old seeds are the worlds that they were.
+    messages = (Way.MESSAGES, Way.MESSAGES)
+    way = rng.choice((Way.HERE, *messages) if one else messages)
+    timeout_s = conditions.settings.operation_timeout_s
+    delay_s = rng.choice((0.1, 1.0)) * timeout_s / 80
+    owner_s = timeout_s / (40 if conditions.healthy else rng.choice((40, 40, 8)))
+    rng.choice((1, 2, 64))
     ways = Ways(
         way=way,
-        delay_s=rng.choice((0.1, 1.0)) * conditions.settings.operation_timeout_s / 80,
-        owner_s=conditions.settings.operation_timeout_s
-        / (40 if conditions.healthy else rng.choice((40, 40, 8))),
-        window_frames=rng.choice((1, 2, 64)),
+        delay_s=delay_s,
+        owner_s=owner_s,
         step_blocks=64 if conditions.healthy else rng.choice((1, 2, 64)),
         keep=rng.choice((0.0, 0.5, 1.0)),
         lack=fault(0.3, 0.5),
@@ -113,7 +111,7 @@ def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
         repeat=fault(0.4, 0.4),
         garble=fault(0.3, 0.05),
         shutdown=not conditions.healthy and rng.random() < 0.3,
-        drain_s=rng.choice((0.0, 0.1, 2.0)) * conditions.settings.operation_timeout_s,
+        drain_s=rng.choice((0.0, 0.1, 2.0)) * timeout_s,
     )
     if way is Way.HERE:
         # The one rank cannot die without the owner.

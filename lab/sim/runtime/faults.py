@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
+from lab.sim.conditions import branch
 from lab.sim.faults import FaultInjector
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.neighbour import Neighbour
 from penstock.cache.operations import BlockFault
 from penstock.cache.settings import HUB
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import PeerError
 from penstock.movers.base import Moved
 from penstock.runtime.messages import RankReport, encode_report
-from penstock.transport.base import BacklogError
 
 if TYPE_CHECKING:
-    from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.stores import Stores
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.vocabulary.keys import Key
 
 
 class RuntimeFaultInjector(FaultInjector):
-    """Deaths, cut channels, lost messages and nonsense, beside what befalls every cache."""
+    """Deaths, lost messages and nonsense, beside what befalls every cache."""
 
     def __init__(self, world: RuntimeWorld) -> None:
         super().__init__(world)
         self._runtime = world
+        self._beyond = branch(self._rng)
         dangers = [(world.ways.garble, self._garble)]
-        if world.ways.way is Way.CHANNELS:
+        if world.ways.way is Way.MESSAGES:
             dangers.append((world.ways.cut, self._cut))
         if world.conditions.store is not None:
             dangers.append((world.conditions.store.hang / 8, self._store_stops))
@@ -46,11 +45,6 @@ class RuntimeFaultInjector(FaultInjector):
         if world.stores is not None:
             world.stores.mend()
         for process in list(world.ranks.processes):
-            reported = process.alive or process.number in world.ranks.lost
-            if world.ways.way is Way.CHANNELS and not reported:
-                raise SimulationError(
-                    "liveness", f"nobody was told that rank {process.number} died"
-                )
             if process.misses_a_plan:
                 process.kill("a plan to it was lost")
             if process.lacking:
@@ -98,12 +92,8 @@ class RuntimeFaultInjector(FaultInjector):
             self._revive(process.number)
 
     def gone(self, rank: int) -> None:
-        """A process has ended: its channel fails, or the engine will see it."""
-        process = self._runtime.ranks.processes[rank]
-        if process.channel is not None:
-            self._world.after(self._a_while() * 0.1, process.channel.fail, "the process ended")
-        else:
-            self._world.after(self._a_while(), self._notice_death, rank)
+        """A process has ended: the engine will see it."""
+        self._world.after(self._a_while(), self._notice_death, rank)
 
     def _notice_death(self, rank: int) -> None:
         world = self._runtime
@@ -126,7 +116,7 @@ class RuntimeFaultInjector(FaultInjector):
         world = self._runtime
         old = world.ranks.processes[rank]
         process = world.ranks.revive(rank)
-        world.connect_again(process)
+        world.facade.ranks.rejoin(process.facts)
         if process.lacking:
             world.after(self._a_while(), process.kill, "it lacks a tier")
         if world.ways.way is Way.MESSAGES and old.last_report is not None:
@@ -222,26 +212,23 @@ class RuntimeFaultInjector(FaultInjector):
     # ---------------------------------------------------------------- ways
 
     def _cut(self) -> None:
-        """A channel fails though the process at its other end lives on, for a while."""
-        linked = [p for p in self._runtime.ranks.processes if p.alive and p.channel is not None]
-        if linked:
-            process = self._rng.choice(linked)
-            self._world.note("channel cut")
-            assert process.channel is not None
-            process.channel.fail("cut")
+        """The engine takes a process for dead that lives on, for a while."""
+        world = self._runtime
+        known = [p for p in world.ranks.processes if p.alive and p.number not in world.ranks.lost]
+        if known:
+            process = self._rng.choice(known)
+            world.note("rank taken for dead")
+            world.facade.ranks.lose(process.number, "it does not answer")
+            world.after(self._a_while() * 0.1, process.kill, "its engine has given it up")
 
     def _garble(self) -> None:
         """Something that is no report of a rank of ours changes nothing, but is not believed."""
         world = self._runtime
-        if world.ways.way is Way.CHANNELS:
-            self._garble_a_channel()
         if world.ways.way is not Way.MESSAGES:
             return
         world.note("nonsense arrives")
         world.watch()
-        nonsense = self._rng.choice(
-            (b"", b"R", b"R\x01\xff", b"P\x01\x90", self._rng.randbytes(40))
-        )
+        nonsense = self._draw_nonsense()
         try:
             world.facade.ranks.receive(nonsense)
         except PeerError:
@@ -249,25 +236,19 @@ class RuntimeFaultInjector(FaultInjector):
         else:
             raise SimulationError("refusal", f"nonsense was taken for a report: {nonsense!r}")
 
-    def _garble_a_channel(self) -> None:
-        """A rank says what it cannot mean: it is not relied on any more."""
-        linked = [p for p in self._runtime.ranks.processes if p.alive and p.channel is not None]
-        if not linked:
-            return
-        process = self._rng.choice(linked)
-        assert process.channel is not None
-        with suppress(BacklogError, UnavailableError):  # Then nothing was said.
-            process.channel.send(self._nonsense_of(process))
-            self._world.note("nonsense arrives")
-
-    def _nonsense_of(self, process: RankProcess) -> bytes:
+    def _draw_nonsense(self) -> bytes:
         """Bytes that are no report, or a fault of a block that an operation does not have."""
-        running = list(self._runtime.machine.operations.values())
-        if not running:
-            return self._rng.randbytes(40)
-        operation = self._rng.choice(running)
+        world = self._runtime
+        operations = list(world.machine.operations.values())
+        nonsense = self._rng.choice(
+            (b"", b"R", b"R\x01\xff", b"P\x01\x90", self._rng.randbytes(40))
+        )
+        if not operations or self._beyond.random() < 0.5:
+            return nonsense
+        operation = self._beyond.choice(operations)
+        process = self._beyond.choice(world.ranks.processes)
         beyond = ((len(operation.keys), BlockFault.CORRUPT),)
-        incarnation = self._runtime.incarnation
         moved = [Moved(operation.id, beyond)]
-        reported = RankReport(process.number, process.facts.life, incarnation, 1, moved)
-        return encode_report(reported)
+        return encode_report(
+            RankReport(process.number, process.facts.life, world.incarnation, 1, moved)
+        )

@@ -1,6 +1,7 @@
 """The process of one rank: a production `Rank`, and the turns it takes when something arrives.
 
-A turn is what `rank.serve` does between two waits: take plans in, copy a little, report.
+A turn is what a rank does between two waits: copy a little, report. Plans and reports travel with
+the engine's own messages, which may overtake each other, come twice, or not at all.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lab.fixtures.rank_channels import send_all, take_plans
 from lab.sim.checkers import SimulationError
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
-from lab.sim.runtime.ways import Post
 from penstock.cache.settings import HUB
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import RankFacts, TierFacts, decode_plan, decode_report
 from penstock.runtime.rank import Rank
@@ -24,9 +23,34 @@ from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
-    from lab.sim.runtime.ways import SimChannel
+    from collections.abc import Callable
+
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.machine.effects import Copy
+
+
+class Post:
+    """The engine's own messages, to and from one life of a rank."""
+
+    def __init__(self, world: RuntimeWorld) -> None:
+        self._world = world
+        self._last_at = 0.0
+
+    def send(self, deliver: Callable[[bytes], None], message: bytes, *, in_order: bool) -> bool:
+        """Sends a message, which arrives once, mostly; False if it is lost."""
+        world, ways = self._world, self._world.ways
+        if not world.ranks.well and world.rng.random() < ways.lose:
+            world.note("message lost")
+            return False
+        pause = world.rng.random() * 2 * world.delay_s
+        if in_order:
+            self._last_at = max(self._last_at, world.now + pause)
+            pause = self._last_at - world.now
+        world.after(pause, deliver, message)
+        if not world.ranks.well and world.rng.random() < ways.repeat:
+            world.note("message twice")
+            world.after(pause + world.rng.random() * 4 * world.delay_s, deliver, message)
+        return True
 
 
 class WatchedExecutor(CopyExecutor):
@@ -60,8 +84,6 @@ class RankProcess:
         self.alive = True
         self.misses_a_plan = False
         """Whether a plan to it was lost, which it will notice with the next one."""
-        self.channel: SimChannel | None = None
-        """Its end, where it is reached over a channel."""
         self.post = Post(world)
         lower = [
             None if tier in lacking else store for tier, store in enumerate(memory.lower, start=HUB)
@@ -134,17 +156,12 @@ class RankProcess:
         self._woken = False
         if not self.alive:
             return
-        if self.channel is not None and not self._listen(self.channel):
-            return
         report = self.rank.step(budget_bytes=self._world.step_blocks * self._block_bytes)
         if report is not None:
             self._world.ranks.finished(self, decode_report(report))
             self._reports.append(report)
             self.last_report = report
-        if self.channel is None:
-            self._post_reports()
-        else:
-            self._send_reports(self.channel)
+        self._post_reports()
         if self.executor.busy:
             self.wake()
         self._poll_in_time()
@@ -159,22 +176,6 @@ class RankProcess:
     def _ring(self) -> None:
         self._offer_at = math.inf
         self.wake()
-
-    def _listen(self, channel: SimChannel) -> bool:
-        try:
-            ended = take_plans(channel, self.rank)
-        except PeerError as error:
-            raise SimulationError("operations", f"a channel lost a plan: {error}") from error
-        if ended:
-            self.end(ended)
-        return not ended
-
-    def _send_reports(self, channel: SimChannel) -> None:
-        """What the channel does not take now is sent when there is room again."""
-        try:
-            send_all(channel, self._reports)
-        except UnavailableError:
-            self.wake()  # The next turn finds out why.
 
     def _post_reports(self) -> None:
         world = self._world

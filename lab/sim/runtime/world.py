@@ -3,7 +3,7 @@
     RuntimeWorld(seed).run()
 
 Real here: driver, links, plans and reports as bytes, ranks, copy executors, movers, tiers and sums.
-Simulated: the clock, the channels and messages, processes and their deaths. Engines, texts and
+Simulated: the clock, the engine's messages, processes and their deaths. Engines, texts and
 checkers are those of the cache's worlds; every event of the machine is checked in the same way.
 
 The one rule that must not break: nothing here depends on anything but the seed.
@@ -16,7 +16,6 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
-from lab.fixtures.rank_channels import ChannelLinks, rejoin
 from lab.sim.checkers import SimulationError
 from lab.sim.conditions import without_stores
 from lab.sim.runtime.conditions import Way, draw_runtime_conditions
@@ -24,7 +23,6 @@ from lab.sim.runtime.faults import RuntimeFaultInjector
 from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.ranks import RuntimeRanks
 from lab.sim.runtime.stores import SimLink
-from lab.sim.runtime.ways import sim_channel_pair
 from lab.sim.world import World
 from penstock.config import Config, ModelSettings, TierKind
 from penstock.errors import UnavailableError
@@ -37,7 +35,7 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.driver import Driver
 from penstock.runtime.messages import agree, decode_report
 from penstock.runtime.offload import Offload
-from penstock.runtime.rank_links import Acknowledgements, LocalLink, MessageLinks
+from penstock.runtime.rank_links import LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers
 from penstock.store.process.client import STARTING
 
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lab.sim.conditions import Conditions
-    from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.stores import Stores
-    from lab.sim.runtime.ways import SimChannel
     from penstock.cache.operations import Operation
     from penstock.machine.effects import Effect
     from penstock.machine.events import Event
@@ -68,19 +64,6 @@ class WatchedMachine(CacheMachine):
         """Handles an event under the eyes of the world."""
         self.last = self._world.observe(event, super().handle)
         return self.last
-
-
-class WatchedLinks(ChannelLinks):
-    """Ranks behind channels, for whom the world goes on while the owner waits."""
-
-    world: RuntimeWorld
-
-    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:  # noqa: ARG002
-        """Lets time pass until a rank speaks."""
-        return self.world.live_until(self._heard, deadline)
-
-    def _heard(self) -> bool:
-        return self.has_plan or any(link.channel.ready for link in self._links.values())
 
 
 class WatchedDriver(Driver):
@@ -176,16 +159,12 @@ class RuntimeWorld(World):
         )
         facts = [process.facts for process in self.ranks.processes]
         agreement = agree(config, facts)
-        links: LocalLink | MessageLinks | ChannelLinks
-        match self.ways.way:
-            case Way.HERE:
-                links = LocalLink(self.ranks.processes[0].executor)
-            case Way.MESSAGES:
-                links = MessageLinks(facts, self.incarnation)
-            case Way.CHANNELS:
-                ends = {process.number: self._connect(process) for process in self.ranks.processes}
-                links = WatchedLinks(Acknowledgements(facts, self.incarnation), ends)
-                links.world = self
+        here = self.ways.way is Way.HERE
+        links = (
+            LocalLink(self.ranks.processes[0].executor)
+            if here
+            else MessageLinks(facts, self.incarnation)
+        )
         self.driver = WatchedDriver(
             self.conditions.settings,
             links,
@@ -195,7 +174,7 @@ class RuntimeWorld(World):
         )
         self.driver.world = self
         self.driver.machine = self.machine
-        elsewhere = () if isinstance(links, LocalLink) else facts
+        elsewhere = () if here else facts
         driven = Driven(config, agreement, self.driver, elsewhere)
         self.facade: Cache | Offload
         self.facade = Cache(driven) if self.conditions.managed else Offload(driven)
@@ -257,13 +236,6 @@ class RuntimeWorld(World):
         """A process has ended, for whatever reason."""
         self.injector.gone(rank)
 
-    def connect_again(self, process: RankProcess) -> None:
-        """A rank that was started anew tells its facts."""
-        if self.ways.way is Way.CHANNELS:
-            rejoin(self.facade, process.facts, self._connect(process))
-        else:
-            self.facade.ranks.rejoin(process.facts)
-
     def call_owner(self) -> None:
         """There is something for the owner: its next turn comes soon."""
         if not self._owner_called and not self.closing:
@@ -315,14 +287,6 @@ class RuntimeWorld(World):
                 if not process.post.send(process.take, plan, in_order=True):
                     self.note("plan lost")
                     process.misses_a_plan = True
-
-    def _connect(self, process: RankProcess) -> SimChannel:
-        """A new channel to a process; returns the owner's end."""
-        near, far = sim_channel_pair(
-            self, f"rank {process.number}", near=self.call_owner, far=process.wake
-        )
-        process.channel = far
-        return near
 
     def _take_in(self, event: Event, effects: list[Effect]) -> None:
         if isinstance(event, ev.CopyReport):
@@ -383,8 +347,6 @@ class RuntimeWorld(World):
     def _check_closed(self) -> None:
         """Every copy was told to end, no rank does anything, and nothing more is taken."""
         for process in self.ranks.processes:
-            if process.alive and self.ways.way is Way.CHANNELS:
-                raise SimulationError("liveness", f"rank {process.number} outlives its owner")
             if process.alive:
                 process.end("the owner closed")
                 if process.executor.busy:
