@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import penstock
-from lab.fixtures.rank_channels import meet, over_channels, rejoin, serve
+from lab.fixtures.rank_channels import CarryingEngine, meet, serve
 from penstock.errors import PeerError, UnavailableError
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import Listener, connect
@@ -65,43 +65,40 @@ def run_owner(address: str, keys: MachineKeys) -> None:
             channels.append(channel)
             facts.append(meet(channel, deadline=time.monotonic() + LONG_S))
         cache = penstock.open_offload(config, ranks=facts)
-        over_channels(cache, facts, channels)
+        engine = CarryingEngine(cache, facts, channels)
         say("met")
         for line in sys.stdin:
             match line.split():
                 case ["save"]:
                     cache.reset("saved anew")
                     cache.save(names, [0, 1, 2], cause="save")
-                    say("saved", *outcomes(cache))
+                    say("saved", *outcomes(engine))
                 case ["load"]:
                     cache.load(names, [5, 6, 7], cause="load")
-                    say("loaded", *outcomes(cache))
+                    say("loaded", *outcomes(engine))
                 case ["begin"]:  # A save that has been ordered, and no more.
                     cache.reset("saved anew")
                     cache.save(names, [0, 1, 2], cause="save")
                     say("began")
                 case ["end"]:
-                    say("ended", *outcomes(cache))
+                    say("ended", *outcomes(engine))
                 case ["health"]:
                     say("health", *cache.health().reasons)
                 case ["rejoin"]:
                     channel = listener.accept(deadline=time.monotonic() + LONG_S)
                     assert channel is not None
                     found = meet(channel, deadline=time.monotonic() + LONG_S)
-                    rejoin(cache, found, channel)
+                    engine.rejoin(found, channel)
                     say("rejoined", found.rank)
                 case ["close"]:
-                    say("closed", cache.close(10.0).clean)
+                    say("closed", engine.close().clean)
                     return
 
 
-def outcomes(cache: penstock.Offload) -> list[str]:
-    """How what was under way has ended, and how long that took at most."""
-    deadline = time.monotonic() + LONG_S
-    while cache.busy:
-        cache.step()
-        assert not cache.busy or cache.wait(deadline)
-    return [each.outcome.value for each in cache.poll() if hasattr(each, "outcome")]
+def outcomes(engine: CarryingEngine[penstock.Offload]) -> list[str]:
+    """How what was under way has ended."""
+    engine.finish(deadline=time.monotonic() + LONG_S)
+    return [each.outcome.value for each in engine.cache.poll() if hasattr(each, "outcome")]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 import penstock
 from lab.fixtures.channel_suite import soon
-from lab.fixtures.rank_channels import meet, over_channels, rejoin
+from lab.fixtures.rank_channels import CarryingEngine, meet
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.supervisor.client import Supervisor
@@ -59,8 +59,8 @@ class Fleet:
         met.sort(key=lambda each: each[0].rank)
         self.facts = [facts for facts, _ in met]
         self.owner = penstock.open_offload(self.config, ranks=self.facts)
-        over_channels(self.owner, self.facts, [channel for _, channel in met])
-        stack.callback(self.owner.close)
+        self.engine = CarryingEngine(self.owner, self.facts, [channel for _, channel in met])
+        stack.callback(self.engine.close)
 
     def meet(self) -> tuple[penstock.RankFacts, ZmqChannel]:
         """The next rank that dials, in its first life or a later one."""
@@ -70,10 +70,10 @@ class Fleet:
 
     def step_until(self, done: Callable[[], bool]) -> None:
         for _ in range(STEPS_MAX):
-            self.owner.step()
+            self.engine.step()
             if done():
                 return
-            self.owner.wait(time.monotonic() + 60)
+            self.engine.wait(time.monotonic() + 60)
         raise AssertionError(f"it did not come to pass in {STEPS_MAX} steps")
 
     def settle(self) -> list[ef.Ended | ef.Settled]:
@@ -109,7 +109,7 @@ def test_after_kill_9_the_blocks_of_a_rank_are_hits_again(stack: ExitStack) -> N
     os.kill(fleet.pids[1], signal.SIGKILL)
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
-    rejoin(fleet.owner, facts, channel)
+    fleet.engine.rejoin(facts, channel)
 
     assert facts.life != fleet.facts[1].life
     assert facts.tiers[0].memory == fleet.facts[1].tiers[0].memory
@@ -128,12 +128,12 @@ def test_what_was_being_written_when_it_died_is_no_hit(stack: ExitStack) -> None
     fleet.settle()
     stop_process(fleet.pids[0])
     fleet.owner.save(torn, [2, 3, 4, 5, 6, 7], cause="torn", parent=whole[-1])
-    fleet.owner.step()  # The plan is on its way to a rank that will never take it.
+    fleet.engine.step()  # The plan is on its way to a rank that will never take it.
     os.kill(fleet.pids[0], signal.SIGKILL)
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
 
-    rejoin(fleet.owner, facts, channel)
+    fleet.engine.rejoin(facts, channel)
 
     (ended,) = (each for each in fleet.settle() if isinstance(each, ef.Ended))
     assert (ended.outcome.value, ended.failure) == ("failed", "rank 0 is lost")
@@ -147,7 +147,7 @@ def test_a_rank_that_is_told_to_stop_leaves_in_good_order(stack: ExitStack) -> N
     fleet = Fleet(stack, ranks=2)
     keys = keys_of(fleet.config, 3)
     fleet.owner.save(keys, [0, 1, 2], cause="last")
-    fleet.owner.step()
+    fleet.engine.step()
 
     os.kill(fleet.pids[0], signal.SIGTERM)
     ended = [each for each in fleet.settle() if isinstance(each, ef.Ended)]

@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from lab.fixtures.inproc import channel_pair
-from lab.fixtures.rank_channels import over_channels, serve
+from lab.fixtures.rank_channels import CarryingEngine, meet, serve
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.runtime.rank import STEP_BUDGET_BYTES
@@ -83,15 +83,15 @@ def test_a_served_rank_that_is_asked_to_stop_is_heard_before_its_channel_ends(
     rank = penstock.open_rank(config, rank=0, kv=np.zeros((8, BLOCK_BYTES), dtype=np.uint8))
     near, far = channel_pair("owner", "rank 0")
     owner = penstock.open_offload(config, ranks=[rank.facts])
-    over_channels(owner, [rank.facts], [near])
+    engine = CarryingEngine(owner, [rank.facts], [near])
     owner.save(config.key_chain().extend(range(32)), list(range(8)), cause="last")
-    owner.step()
+    engine.step()
 
     until = time.monotonic() + 60
     why = serve(far, rank, until=until, descriptors=[stopping], drain_s=drain_s)
     far.close()
-    near.receive()  # Its facts, which the owner has already.
-    owner.step()
+    assert meet(near, deadline=until) == rank.facts
+    engine.step()
 
     assert why == "it was asked to stop"
     told, _, settled = outcome_of(owner)

@@ -5,18 +5,22 @@ The owner has given up on that: the slots may be somebody else's by now.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TYPE_CHECKING
+
 import msgspec
 import numpy as np
 import pytest
 
 import penstock
-from lab.fixtures.inproc import channel_pair
-from lab.fixtures.rank_channels import over_channels, rejoin
 from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import Plan, TierFacts, decode_plan, decode_report, encode_plan
-from penstock.transport.base import ReceivedFrame
 from penstock.vocabulary.checksums import Algorithm
+
+if TYPE_CHECKING:
+    from penstock.machine.events import CopyReport
+    from penstock.runtime.rank_links import LostRank
 
 RANKS = 2
 CONFIG = f"""
@@ -25,14 +29,13 @@ model.name = "none"
 cache = {{ block_tokens = 4, blocks = 8, ranks = {RANKS} }}
 tiers = [{{ name = "host", kind = "memory", blocks = 16 }}]
 """
-WRITE_BACK = f"""
+WRITE_BACK = """
 version = 1
 model.name = "none"
-tiers = [{{ name = "host", kind = "memory", blocks = 16, write = "write_back" }}]
+tiers = [{ name = "host", kind = "memory", blocks = 16, write = "write_back" }]
 [cache]
 block_tokens = 4
 blocks = 8
-ranks = {RANKS}
 operation_blocks_max = 1
 low_watermark = 0.5
 high_watermark = 0.6
@@ -43,28 +46,14 @@ high_watermark = 0.6
 class Engine:
     """Two ranks and their owner, in one process; plans travel in its own messages."""
 
-    def __init__(self, *, linked: bool = False, settings: str = CONFIG) -> None:
-        self.config = penstock.parse_config(settings)
+    def __init__(self) -> None:
+        self.config = penstock.parse_config(CONFIG)
         self.ranks = [self.open_rank(number) for number in range(RANKS)]
-        self.channels = [channel_pair() for _ in self.ranks] if linked else []
-        facts = [rank.facts for rank in self.ranks]
-        self.cache = penstock.open(self.config, ranks=facts)
-        if linked:
-            over_channels(self.cache, facts, [near for near, _ in self.channels])
+        self.cache = penstock.open(self.config, ranks=[rank.facts for rank in self.ranks])
 
     def open_rank(self, number: int) -> penstock.Rank:
         kv = np.full((8, 4, 16), number + 1, dtype=np.float32)
         return penstock.open_rank(self.config, rank=number, kv=kv)
-
-    def work(self, number: int) -> None:
-        """A rank takes the next plan from its channel, and reports what it has done."""
-        rank, (_, far) = self.ranks[number], self.channels[number]
-        arrived = far.receive()
-        if isinstance(arrived, ReceivedFrame):
-            rank.take(arrived.frame)
-        report = rank.step()
-        if report is not None:
-            far.send(report)
 
     def order_a_copy(self) -> None:
         """A block is computed, and to be written down."""
@@ -126,20 +115,6 @@ def test_orders_from_before_and_after_a_return_travel_in_plans_of_their_own() ->
     assert newcomer.executor.busy
 
 
-def test_a_plan_that_waits_in_a_channel_is_not_carried_out_by_a_new_life() -> None:
-    engine = Engine(linked=True)
-    engine.order_a_copy()
-    newcomer = engine.open_rank(1)
-    near, far = channel_pair()
-    rejoin(engine.cache, newcomer.facts, near)
-
-    engine.cache.step()
-
-    while far.ready:
-        newcomer.take(far.receive().frame)  # type: ignore[union-attr]
-    assert not newcomer.executor.busy
-
-
 def test_a_plan_says_for_which_life_of_every_rank_it_is() -> None:
     engine = Engine()
     engine.order_a_copy()
@@ -160,24 +135,30 @@ def test_a_plan_for_fewer_ranks_is_refused() -> None:
 def test_nothing_is_begun_any_more_once_a_close_has_cancelled_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(linked=True, settings=WRITE_BACK)
-    with engine.cache.acquire(range(29)) as lease:
+    config = penstock.parse_config(WRITE_BACK)
+    cache = penstock.open(config, kv=np.zeros((8, 4, 16), dtype=np.float32))
+    with cache.acquire(range(29)) as lease:
         lease.commit(range(29))
+    links = cache._driver.links
+    collect = links.collect
+    monkeypatch.setattr(links, "collect", lambda **_: ())
     for _ in range(2):
-        engine.cache.step()  # Each has another block written down, which rank 0 does not hear of.
-        engine.work(1)
+        cache.step()  # Each has another block written down, and none ends.
+    begun = cache._driver.statistics().operations_started
 
-    # While the owner waits for it, rank 0 hears of one thing after the other.
-    def wait(_deadline: float, **_: object) -> bool:
-        engine.work(0)
-        return True
+    # While the close waits, one ends after the other.
+    ended: deque[CopyReport | LostRank] = deque()
 
-    begun = engine.cache.statistics().operations_started
-    monkeypatch.setattr(engine.cache._driver.links, "wait", wait)
-    drained = engine.cache.close()
+    def collect_one(**budget: int) -> list[CopyReport | LostRank]:
+        ended.extend(collect(**budget))
+        return [ended.popleft()] if ended else []
+
+    monkeypatch.setattr(links, "collect", collect_one)
+    monkeypatch.setattr(links, "wait", lambda *_, **__: True)
+    drained = cache.close()
 
     assert begun == 2
-    assert engine.cache._driver.statistics().operations_started == begun
+    assert cache._driver.statistics().operations_started == begun
     assert drained == penstock.Drained(finished=0, cancelled=2, unsettled=0)
 
 

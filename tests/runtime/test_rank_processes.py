@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import pytest
 
 import penstock
 from lab.fixtures.channel_suite import soon
-from lab.fixtures.rank_channels import meet, over_channels, rejoin
+from lab.fixtures.rank_channels import CarryingEngine, meet
 from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
 from penstock.testing.writer_process import PeerProcess, peer_process
@@ -260,8 +260,10 @@ def _is_load(each: ef.Ended | ef.Settled) -> bool:
 
 
 @contextmanager
-def served(count: int) -> Iterator[tuple[penstock.Offload, list[RankProcess], Listener]]:
-    """An owner whose ranks serve it over channels."""
+def served(
+    count: int,
+) -> Iterator[tuple[CarryingEngine[penstock.Offload], list[RankProcess], Listener]]:
+    """An engine whose messages travel over channels, and its ranks."""
     config = penstock.parse_config(config_of(count))
     with rank_processes(count) as ranks, Listener("owner") as listener:
         channels: list[ZmqChannel] = []
@@ -271,9 +273,9 @@ def served(count: int) -> Iterator[tuple[penstock.Offload, list[RankProcess], Li
             rank.peer.tell(f"serve {listener.address}")
             channels.append(accept(listener))
             facts.append(meet(channels[-1], deadline=soon()))
-        with penstock.open_offload(config, ranks=facts) as owner:
-            over_channels(owner, facts, channels)
-            yield owner, ranks, listener
+        owner = penstock.open_offload(config, ranks=facts)
+        with closing(CarryingEngine(owner, facts, channels)) as engine:
+            yield engine, ranks, listener
 
 
 def accept(listener: Listener) -> ZmqChannel:
@@ -282,24 +284,19 @@ def accept(listener: Listener) -> ZmqChannel:
     return channel
 
 
-def finish(owner: penstock.Offload) -> list[ef.Ended | ef.Settled]:
-    """Steps and waits until nothing is under way."""
-    deadline = soon()
-    while owner.busy:
-        owner.step()
-        if owner.busy:
-            assert owner.wait(deadline), "nothing came from the ranks"
-    return owner.poll()
+def finish(engine: CarryingEngine[penstock.Offload]) -> list[ef.Ended | ef.Settled]:
+    engine.finish(deadline=soon())
+    return engine.cache.poll()
 
 
 def test_ranks_serve_their_owner_over_zeromq() -> None:
-    with served(2) as (owner, ranks, _):
+    with served(2) as (engine, ranks, _):
         keys = keys_of(penstock.parse_config(config_of(2)), 3)
-        owner.save(keys, [0, 1, 2], cause="save")
-        finish(owner)
-        owner.load(keys, [5, 6, 7], cause="load")
-        (ended,) = finish(owner)
-        drained = owner.close(timeout_s=300)
+        engine.cache.save(keys, [0, 1, 2], cause="save")
+        finish(engine)
+        engine.cache.load(keys, [5, 6, 7], cause="load")
+        (ended,) = finish(engine)
+        drained = engine.close()
 
         assert isinstance(ended, ef.Ended)
         assert ended.outcome is Outcome.DONE
@@ -312,21 +309,22 @@ def test_ranks_serve_their_owner_over_zeromq() -> None:
 def test_a_rank_that_is_killed_while_it_serves_is_noticed_and_replaced() -> None:
     config = penstock.parse_config(config_of(2))
     keys = keys_of(config, 3)
-    with served(2) as (owner, ranks, listener), rank_process(config_of(2), 1, 99) as successor:
+    with served(2) as (engine, ranks, listener), rank_process(config_of(2), 1, 99) as successor:
+        owner = engine.cache
         ranks[1].peer.stop()
         owner.save(keys, [0, 1, 2], cause="save")
-        owner.step()
+        engine.step()
         ranks[1].peer.kill()
 
         # If it is noticed before the other rank has reported, the end is told in two parts.
-        ended = finish(owner)[0]
+        ended = finish(engine)[0]
         lost = owner.health()
         assert successor.facts
         successor.peer.tell(f"serve {listener.address}")
         channel = accept(listener)
-        rejoin(owner, meet(channel, deadline=soon()), channel)
+        engine.rejoin(meet(channel, deadline=soon()), channel)
         owner.save(keys, [0, 1, 2], cause="again")
-        (saved,) = finish(owner)
+        (saved,) = finish(engine)
 
         assert isinstance(ended, ef.Ended)
         assert ended.outcome is Outcome.FAILED
@@ -338,11 +336,11 @@ def test_a_rank_that_is_killed_while_it_serves_is_noticed_and_replaced() -> None
 
 
 def test_an_owner_with_nothing_to_do_waits_without_using_the_cpu() -> None:
-    with served(2) as (owner, _, _):
-        owner.step()
+    with served(2) as (engine, _, _):
+        engine.step()
         started, used = time.monotonic(), time.process_time()
 
-        woken = owner.wait(started + 1.0)
+        woken = engine.wait(started + 1.0)
 
         assert not woken
         assert time.monotonic() - started >= 1.0

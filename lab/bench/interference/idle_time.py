@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import penstock
 from lab.bench.interference.slow_rank import BLOCK_TOKENS, START_S, slow_config
 from lab.bench.measure import summarize
-from lab.fixtures.rank_channels import meet, over_channels
+from lab.fixtures.rank_channels import CarryingEngine, meet
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.transport.zeromq import Listener
 
@@ -84,16 +84,17 @@ def run_idle_time(report: BenchReport, *, idle_s: float) -> None:
 
 def measure_idle(idle_s: float) -> IdleRun:
     """Has one request wait for so long, and tells what that cost."""
-    with _engine(idle_s + _AFTER_S) as (cache, rank_pid):
+    with _engine(idle_s + _AFTER_S) as (engine, rank_pid):
+        cache = engine.cache
         prompts = [list(range(first, first + BLOCK_TOKENS * 6 + 1)) for first in (0, 5000)]
         for prompt in prompts:
             with cache.acquire(prompt) as lease:
                 lease.commit_prompt(len(prompt))
-            _run_until(cache, lambda: not cache.busy)
+            _run_until(engine, lambda: not cache.busy)
         # The second prompt has taken the device's blocks from the first one.
         waiting = cache.acquire(prompts[0])
-        found = _idle(cache, waiting, rank_pid, idle_s)
-        _run_until(cache, lambda: waiting.state is penstock.LeaseState.READY)
+        found = _idle(engine, waiting, rank_pid, idle_s)
+        _run_until(engine, lambda: waiting.state is penstock.LeaseState.READY)
         if waiting.cached_tokens != BLOCK_TOKENS * 6:
             raise InvariantViolation(
                 f"bench: {waiting.cached_tokens} tokens were loaded, {BLOCK_TOKENS * 6} wanted"
@@ -102,14 +103,16 @@ def measure_idle(idle_s: float) -> IdleRun:
     return found
 
 
-def _idle(cache: penstock.Cache, waiting: penstock.Lease, rank_pid: int, idle_s: float) -> IdleRun:
+def _idle(
+    engine: CarryingEngine[penstock.Cache], waiting: penstock.Lease, rank_pid: int, idle_s: float
+) -> IdleRun:
     wakings = 0
     engine_cpu_s, rank_cpu_s = time.process_time(), _cpu_s_of(rank_pid)
     began = time.monotonic()
     over = began + idle_s
     while time.monotonic() < over:
-        cache.step()
-        if cache.wait(over):
+        engine.step()
+        if engine.wait(over):
             wakings += 1
     found = IdleRun(
         seconds=time.monotonic() - began,
@@ -123,7 +126,7 @@ def _idle(cache: penstock.Cache, waiting: penstock.Lease, rank_pid: int, idle_s:
 
 
 @contextlib.contextmanager
-def _engine(delay_s: float) -> Iterator[tuple[penstock.Cache, int]]:
+def _engine(delay_s: float) -> Iterator[tuple[CarryingEngine[penstock.Cache], int]]:
     """An engine's cache with one slow rank in another process."""
     with contextlib.ExitStack() as stack:
         listener = Listener("engine")
@@ -136,19 +139,19 @@ def _engine(delay_s: float) -> Iterator[tuple[penstock.Cache, int]]:
             raise UnavailableError(f"the rank's process did not come within {START_S:g} s")
         facts = meet(channel, deadline=deadline)
         cache = penstock.open(slow_config(), ranks=[facts])
-        over_channels(cache, [facts], [channel])
-        stack.callback(cache.close)
-        yield cache, process.pid
+        engine = CarryingEngine(cache, [facts], [channel])
+        stack.callback(engine.close)
+        yield engine, process.pid
 
 
-def _run_until(cache: penstock.Cache, done: Callable[[], bool]) -> None:
+def _run_until(engine: CarryingEngine[penstock.Cache], done: Callable[[], bool]) -> None:
     give_up = time.monotonic() + _SERVED_S
-    cache.step()
+    engine.step()
     while not done():
         if time.monotonic() > give_up:
             raise UnavailableError(f"the slow rank has not answered within {_SERVED_S:g} s")
-        cache.wait(give_up)
-        cache.step()
+        engine.wait(give_up)
+        engine.step()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
