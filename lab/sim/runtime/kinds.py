@@ -57,7 +57,8 @@ RUNTIME_FAULTS: tuple[str, ...] = (
 )
 
 RUNTIME_KINDS = Kinds(
-    events=EVENT_KINDS,
+    # Weights change in the worlds of the machine alone.
+    events=tuple(kind for kind in EVENT_KINDS if kind != "ChangeWeights"),
     faults=RUNTIME_FAULTS,
     copy_word="copy",
     copies=COPY_KINDS,
