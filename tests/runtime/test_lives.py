@@ -20,7 +20,6 @@ from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from penstock.machine.events import CopyReport
-    from penstock.runtime.rank_links import LostRank
 
 RANKS = 2
 CONFIG = f"""
@@ -147,9 +146,9 @@ def test_nothing_is_begun_any_more_once_a_close_has_cancelled_everything(
     begun = cache._driver.statistics().operations_started
 
     # While the close waits, one ends after the other.
-    ended: deque[CopyReport | LostRank] = deque()
+    ended: deque[CopyReport] = deque()
 
-    def collect_one(**budget: int) -> list[CopyReport | LostRank]:
+    def collect_one(**budget: int) -> list[CopyReport]:
         ended.extend(collect(**budget))
         return [ended.popleft()] if ended else []
 

@@ -384,7 +384,6 @@ class RankRegistry:
         rank, why = as_int("rank", rank), as_text("why", why)
         with self._driver.access:
             self._require_known(rank)
-            self._driver.links.drop(rank)
             self._deliver(self._driver.lose_rank(rank, why))
 
     def rejoin(self, facts: RankFacts) -> None:

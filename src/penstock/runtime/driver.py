@@ -299,7 +299,10 @@ class Driver:
                 self._require_sense(each)
         effects: list[ef.Effect] = []
         for each in reports:
-            effects += self._take_report(each)
+            if isinstance(each, LostRank):
+                effects += self.lose_rank(each.rank, each.why)
+            else:
+                effects += self.handle(each)
         return effects
 
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
@@ -385,7 +388,7 @@ class Driver:
         """Drains, fences, releases; `deliver` gets the effects for the engine on the way.
 
         A second call changes nothing and returns the same. Where the books cannot be relied on
-        the copies are cut short, and memory and channels are given back all the same.
+        the copies are cut short, and memory is given back all the same.
         """
         if self._closed is not None:
             return self._closed
@@ -477,9 +480,8 @@ class Driver:
         """Takes what ranks and the store report."""
         effects: list[ef.Effect] = []
         for report in self.links.collect(budget_bytes=budget_bytes):
-            if isinstance(report, CopyReport):
-                self._health.mend("the device", "answers again")
-            effects += self._take_report(self._checked(report))
+            self._health.mend("the device", "answers again")
+            effects += self.handle(report)
         if self.stored is not None:
             effects += self._exchange_with_store(self.stored)
         return effects
@@ -489,7 +491,7 @@ class Driver:
         for event in stored.collect():
             match event:
                 case CopyReport():
-                    effects += self._take_report(event)
+                    effects += self.handle(event)
                 case TierOff(tier=tier, why=why) if not stored.is_on(tier):
                     effects += self.switch_tier_off(tier, why)
                 case TierOn():
@@ -517,21 +519,6 @@ class Driver:
             elif not stored.is_on(tier):
                 why = "its blocks are found again if this process ends now"
                 self._health.fail(thing, "is not kept yet", why)
-
-    def _take_report(self, report: CopyReport | LostRank) -> list[ef.Effect]:
-        if isinstance(report, CopyReport):
-            return self.handle(report)
-        return self.lose_rank(report.rank, report.why)
-
-    def _checked(self, report: CopyReport | LostRank) -> CopyReport | LostRank:
-        """The report, or the loss of its rank where the report makes no sense."""
-        if isinstance(report, CopyReport):
-            try:
-                self._require_sense(report)
-            except PeerError as error:
-                self.links.drop(report.rank)
-                return LostRank(report.rank, str(error))
-        return report
 
     def _require_sense(self, report: CopyReport) -> None:
         operation = self.machine.operations.get(report.operation)
@@ -575,7 +562,7 @@ class Driver:
     @property
     def _self_driven(self) -> bool:
         """Whether what is under way ends by our calls, without the engine's messages."""
-        return self.links.self_driven or not self._of_ranks()
+        return self.links.acknowledgements is None or not self._of_ranks()
 
     def _name(self, tier: int) -> str:
         return self.machine.tier_names[tier]

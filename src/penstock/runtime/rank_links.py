@@ -52,10 +52,8 @@ without bound, but a single copy may be larger than this."""
 class RankLinks:
     """The ranks of one engine."""
 
-    self_driven = False
-    """Whether copies end by calling `collect`, without the engine's messages."""
     acknowledgements: Acknowledgements | None = None
-    """Which reports have come; `None` where none can be lost."""
+    """Which reports have come; `None` where copies end by calling `collect`: none can be lost."""
 
     def order(self, effect: Copy | Abandon) -> None:
         """Has every rank start or abandon a copy; returns at once."""
@@ -64,8 +62,8 @@ class RankLinks:
     def ask(self, operation: OperationId) -> None:
         """Has every rank say whether it still has an operation in hand, where one may not."""
 
-    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
-        """What ranks have reported since the last call; local copies advance meanwhile."""
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport]:  # noqa: ARG002
+        """Lets local copies advance; returns what has ended since the last call."""
         return iter(())
 
     def take_plan(self) -> bytes | None:
@@ -79,11 +77,8 @@ class RankLinks:
         """
         return bool(wait_any((), descriptors, deadline=deadline).descriptors)
 
-    def drop(self, rank: int) -> None:
-        """Ends the link to a rank that is lost; its reports are ignored once it is back."""
-
     def release(self) -> None:
-        """Gives back memory and channels.
+        """Gives back memory.
 
         Raises `UnavailableError`: the device in this process does not end its copies, which may
         still touch the memory: nothing is given back.
@@ -92,8 +87,6 @@ class RankLinks:
 
 class LocalLink(RankLinks):
     """The one rank of an engine that runs in the owner's process: no report can be lost."""
-
-    self_driven = True
 
     def __init__(self, executor: CopyExecutor) -> None:
         self.executor = executor
@@ -105,12 +98,12 @@ class LocalLink(RankLinks):
         else:
             self.executor.abandon(effect.operation)
 
-    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport]:
         """Lets the movers work, and reports what has ended."""
         # Most steps of an engine find nothing under way, and should not pay for it.
         return self._work(budget_bytes) if self.executor.busy else iter(())
 
-    def _work(self, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
+    def _work(self, budget_bytes: int) -> Iterator[CopyReport]:
         for ended in self.executor.collect(budget_bytes=budget_bytes):
             yield CopyReport(
                 operation=ended.operation, rank=0, faults=ended.faults, failure=ended.failure
