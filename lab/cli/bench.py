@@ -55,7 +55,7 @@ from penstock.cli.store import stored_tiers_of
 from penstock.errors import UnavailableError, install_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -166,21 +166,19 @@ def bench_handoff(
     elif device is BenchDevice.CPU:
         run_handoff(report, rounds=rounds)
     else:
-        _run_handoff_on_cuda(report, rounds=rounds)
+        _require_cuda("bench handoff --device cuda")
+        from lab.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
+
+        run_handoff_on_cuda(report, rounds=rounds)
 
 
-def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
+def _require_cuda(command: str) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnavailableError(
-            f"bench handoff --device cuda needs torch: {install_hint('torch')}"
-        ) from error
+        raise UnavailableError(f"{command} needs torch: {install_hint('torch')}") from error
     if not torch.cuda.is_available():
-        raise UnavailableError("bench handoff --device cuda needs a CUDA device, torch sees none")
-    from lab.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
-
-    run_handoff_on_cuda(report, rounds=rounds)
+        raise UnavailableError(f"{command} needs a CUDA device, and torch sees none")
 
 
 @bench("disk")
@@ -204,9 +202,7 @@ def bench_disk(
     ] = BenchDevice.CPU,
 ) -> None:
     """Measure the disk tier beside fio, its store process, and a first token from disk."""
-    parts = set(only.split(","))
-    if not parts <= {"rates", "process", "first-token"}:
-        raise typer.BadParameter(f"--only is {only}, must be of rates, process, first-token")
+    parts = _names("--only", only, ("rates", "process", "first-token"))
     if "rates" in parts:
         run_disk(report, folder=folder, rounds=rounds)
     if "process" in parts:
@@ -262,39 +258,11 @@ def bench_engine(
     ] = "off",
 ) -> None:
     """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
-    parts = tuple(only.split(","))
-    _run_engine(
-        report,
-        rounds=rounds,
-        parts=parts,
-        graphs=graphs,
-        load_gate=load_gate,
-        layer_wise=layer_wise,
-    )
-
-
-def _run_engine(
-    report: BenchReport,
-    *,
-    rounds: int,
-    parts: tuple[str, ...],
-    graphs: bool,
-    load_gate: str,
-    layer_wise: str,
-) -> None:
-    try:
-        import torch  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise UnavailableError(
-            f"bench engine needs CUDA, and torch: {install_hint('torch')}"
-        ) from error
-    if not torch.cuda.is_available():
-        raise UnavailableError("bench engine needs a CUDA device, and torch sees none")
+    _require_cuda("bench engine")
     from lab.bench.engine import run_engine  # noqa: PLC0415 - needs an extra
     from lab.bench.engine_parts import PARTS, EnginePlan  # noqa: PLC0415
 
-    if not set(parts) <= set(PARTS):
-        raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")
+    parts = _names("--only", only, PARTS)
     plan = EnginePlan(
         rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate, layer_wise=layer_wise
     )
@@ -322,12 +290,7 @@ def bench_traffic(
     ] = 12.0,
 ) -> None:
     """Measure requests a second in time, by cache, on a GPU (needs CUDA)."""
-    try:
-        import torch  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise UnavailableError(
-            f"bench traffic needs CUDA, and torch: {install_hint('torch')}"
-        ) from error
+    _require_cuda("bench traffic")
     from lab.bench.traffic import (  # noqa: PLC0415 - needs an extra
         VARIANTS,
         WORKLOADS,
@@ -335,15 +298,13 @@ def bench_traffic(
         run_traffic,
     )
 
-    workloads = _chosen("--only", only, list(WORKLOADS))
-    variants = _chosen("--caches", caches, list(VARIANTS))
-    if not torch.cuda.is_available():
-        raise UnavailableError("bench traffic needs a CUDA device, and torch sees none")
+    workloads = _names("--only", only, WORKLOADS, between=";")
+    variants = _names("--caches", caches, VARIANTS, between=";")
     plan = TrafficPlan.sized(
         device_gib=device_gib,
         host_gib=host_gib,
         window_s=window,
-        variants=tuple(variants),
+        variants=variants,
         workloads={name: WORKLOADS[name] for name in workloads},
     )
     run_traffic(report, plan)
@@ -461,9 +422,7 @@ def bench_vllm(
 ) -> None:
     """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
     known = HANDOFF_PARTS if handoff else (*WORKLOAD, RECORDING)
-    names = only.split(",") if only else known
-    if not set(names) <= set(known):
-        raise typer.BadParameter(f"is {only!r}, must be of {', '.join(known)}", param_hint="--only")
+    names = _names("--only", only, known)
     if handoff:
         plan = HandoffPlan(
             rounds=rounds,
@@ -474,7 +433,7 @@ def bench_vllm(
         run_vllm_handoff(report, python=peer_python or Path(sys.executable), plan=plan)
         return
     python = peer_python or Path(sys.executable)
-    if workloads := [WORKLOAD[name] for name in dict.fromkeys(names) if name != RECORDING]:
+    if workloads := [WORKLOAD[name] for name in names if name != RECORDING]:
         run_vllm(report, python=python, rounds=rounds, workloads=workloads)
     if RECORDING in names:
         run_recording(report, python=python, rounds=rounds)
@@ -505,16 +464,12 @@ def bench_vllm_gpu(
     ] = "{}",
 ) -> None:
     """Measure vLLM on a GPU with and without connectors: what is right, first tokens, chats."""
-    known = {"--shape": GPU_SHAPES, "--only": GPU_PARTS, "--sides": GPU_SIDES}
-    for option, given in {"--shape": shape, "--only": parts, "--sides": sides}.items():
-        if not set(given.split(",")) <= set(known[option]):
-            raise typer.BadParameter(
-                f"is {given!r}, must be of {', '.join(known[option])}", param_hint=option
-            )
+    _names("--shape", shape, GPU_SHAPES)
+    chosen = _names("--sides", sides, GPU_SIDES)
     rooms = _counts(room, option="--room")
     if len(rooms) != len(("TOKENS", "GIB")):
         raise typer.BadParameter(f"is {room!r}, must be two numbers", param_hint="--room")
-    if GPU_PLAIN not in sides.split(","):
+    if GPU_PLAIN not in chosen:
         raise typer.BadParameter(f"is {sides!r}, must have {GPU_PLAIN}", param_hint="--sides")
     try:
         more = msgspec.json.decode(options, type=dict[str, object])
@@ -522,8 +477,8 @@ def bench_vllm_gpu(
         raise typer.BadParameter(f"must be an object: {error}", param_hint="--options") from error
     plan = GpuPlan(
         shape=shape,
-        parts=parts.split(","),
-        sides=sides.split(","),
+        parts=_names("--only", parts, GPU_PARTS),
+        sides=chosen,
         lengths=_counts(lengths, option="--tokens"),
         pool_tokens=rooms[0],
         gib=rooms[1],
@@ -549,10 +504,7 @@ def bench_shared_prefix(
     ] = "",
 ) -> None:
     """Measure first tokens of prompts that another vLLM replica has computed."""
-    names = tuple(dict.fromkeys(only.split(","))) if only else SHARED_SIDES
-    if not set(names) <= set(SHARED_SIDES):
-        known = ", ".join(SHARED_SIDES)
-        raise typer.BadParameter(f"is {only!r}, must be of {known}", param_hint="--only")
+    names = _names("--only", only, SHARED_SIDES)
     if tokens % PREFIX_STEP:
         raise typer.BadParameter(
             f"is {tokens}, must be a multiple of {PREFIX_STEP}", param_hint="--tokens"
@@ -584,10 +536,7 @@ def bench_sglang(
     ] = "",
 ) -> None:
     """Measure first tokens of prompts that an earlier SGLang process has computed."""
-    names = tuple(dict.fromkeys(only.split(","))) if only else SGLANG_SIDES
-    if not set(names) <= set(SGLANG_SIDES):
-        known = ", ".join(SGLANG_SIDES)
-        raise typer.BadParameter(f"is {only!r}, must be of {known}", param_hint="--only")
+    names = _names("--only", only, SGLANG_SIDES)
     if tokens % SGLANG_PAGE:
         raise typer.BadParameter(
             f"is {tokens}, must be a multiple of {SGLANG_PAGE}", param_hint="--tokens"
@@ -643,10 +592,11 @@ def _counts(text: str, *, option: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _chosen(option: str, given: str, known: list[str]) -> list[str]:
+def _names(option: str, given: str, known: Iterable[str], *, between: str = ",") -> tuple[str, ...]:
     """The names in an option, in the order of those that are known; all if it is empty."""
-    named = [each.strip() for each in given.split(";")] if given else known
-    unknown = [each for each in named if each not in known]
-    if unknown:
-        raise typer.BadParameter(f"{option} has {unknown[0]!r}, must be of {'; '.join(known)}")
-    return [each for each in known if each in named]
+    all_names = tuple(known)
+    names = {each.strip() for each in given.split(between)} if given else set(all_names)
+    if not names <= set(all_names):
+        said = f"{between} ".join(all_names)
+        raise typer.BadParameter(f"is {given!r}, must be of {said}", param_hint=option)
+    return tuple(each for each in all_names if each in names)
