@@ -1,57 +1,38 @@
 """A thousand of every kind of damage in the host arena of a cache on a GPU, end to end.
 
 All are found, counted and dropped from their tier; none is served, and the requests compute what
-they lack. The arena is damaged as a stray write would. A prompt is a few blocks and a token; which
-of its blocks are damaged is left to chance.
+they lack. The arena is damaged as a stray write would.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 import penstock
 from lab.fixtures.arena_damage import DAMAGES
-from penstock.machine.kv_events import BlocksRemoved
 from penstock.movers.cuda.mover import CudaTier
-from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layout import GroupKind
+from tests.damaged_engine import CONFIG, DEVICE_BLOCKS, LAYERS, TOKENS, DamagedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from lab.fixtures.arena_damage import Damageable
-    from penstock.runtime.cache import Lease
 
 pytestmark = pytest.mark.gpu
 
-DAMAGED = 1000
-PROMPTS, BLOCKS = 250, 8
-COUNT = PROMPTS * BLOCKS
-AT_ONCE = 25
-"""Requests that run at the same time; the device has room for no more."""
-DEVICE_BLOCKS = AT_ONCE * (BLOCKS + 1)
-HOST_BLOCKS = COUNT + 2 * DEVICE_BLOCKS
-LAYERS, TOKENS, ROW_BYTES = 4, 4, 256
-DEADLINE_S = 30.0
-
-CONFIG = f"""
-version = 1
-model.name = "none"
-cache = {{ block_tokens = {TOKENS}, blocks = {DEVICE_BLOCKS} }}
-tiers = [{{ name = "host", kind = "host", blocks = {HOST_BLOCKS}, huge_pages = "never" }}]
-"""
+ROW_BYTES = 256
 
 
-class Engine:
+class Engine(DamagedEngine):
     """KV on the GPU, opaque blocks of one row a layer, and a cache over it with a host arena."""
 
     def __init__(self, *, layerwise: bool = False) -> None:
@@ -62,107 +43,21 @@ class Engine:
             for number, tensor in enumerate(self.kv)
         ]
         group = TensorGroup(kind=GroupKind.OPAQUE, layers=layers)
-        tier = TensorTier.of([group], block_tokens=TOKENS)
-        device = CudaTier(tier, layerwise=layerwise)
-        self.cache = penstock.open(penstock.parse_config(CONFIG), kv=device)
-        (store,) = self.cache._driver.links.executor.stores[1:]
-        assert isinstance(store, HostTier)
-        self.host = store
-        self.random = np.random.default_rng(3)
-        self.layer_count = LAYERS
-        self.contents = self._draw()
-        self.older = self.host_bytes(), self.host_sums()
+        device = CudaTier(TensorTier.of([group], block_tokens=TOKENS), layerwise=layerwise)
+        cache = penstock.open(penstock.parse_config(CONFIG), kv=device)
+        (host,) = cache._driver.links.executor.stores[1:]
+        assert isinstance(host, HostTier)
+        super().__init__(cache, host)
 
-    def fill(self) -> None:
-        """Computes every prompt; in the end all of them lie in the host tier and nowhere else."""
-        self.serve(range(PROMPTS))
-        self.contents = np.concatenate((self.contents, self.contents[:AT_ONCE] ^ 255))
-        self.serve(range(PROMPTS, PROMPTS + AT_ONCE))
-        self.slot_of = self._find_slots()
-        self.damaged = self.random.permutation(COUNT)[:DAMAGED]
+    def read(self, slots: list[int]) -> NDArray[np.uint8]:
+        layers = [kv[slots] for kv in self.kv]
+        return torch.stack(layers, dim=1).reshape(len(slots), -1).cpu().numpy()
 
-    def fill_and_age(self) -> None:
-        """The same, after an earlier life of which every slot has kept bytes and sums."""
-        self.fill()
-        self.older = self.host_bytes(), self.host_sums()
-        self.older_slot_of = self.slot_of
-        self.cache.reset("new weights")
-        self.contents = self._draw()
-        self.fill()
-
-    def serve(self, prompts: range) -> list[tuple[int, Lease]]:
-        """Requests for these prompts, some at a time; what is not cached is computed."""
-        served: list[tuple[int, Lease]] = []
-        for first in range(prompts.start, prompts.stop, AT_ONCE):
-            batch = range(first, min(first + AT_ONCE, prompts.stop))
-            leases = [(number, self.cache.acquire(_prompt(number))) for number in batch]
-            self._step_until(lambda: all(_ready(lease) for _, lease in leases))  # noqa: B023
-            for number, lease in leases:
-                self._compute(number, lease)
-                lease.release()
-            self._step_until(lambda: not self.cache.busy)
-            served += leases
-        return served
-
-    def host_bytes(self) -> NDArray[np.uint8]:
-        return read_slots(self.host, range(HOST_BLOCKS))
-
-    def host_sums(self) -> NDArray[np.uint64]:
-        return self.host.sums(np.arange(HOST_BLOCKS, dtype=np.int32)).copy()
-
-    def damage(self, slots: NDArray[np.intp], blocks: NDArray[np.uint8]) -> None:
-        write_slots(self.host, slots.tolist(), blocks)
-
-    def damage_sums(self, slots: NDArray[np.intp], sums: NDArray[np.uint64]) -> None:
-        self.host.keep_sums(slots.astype(np.int32), sums)
-
-    @property
-    def bad_slots(self) -> NDArray[np.intp]:
-        return self.slot_of[self.damaged]
-
-    def good_blocks(self, number: int) -> int:
-        """How many blocks of a prompt come before the first that is damaged."""
-        own = range(number * BLOCKS, (number + 1) * BLOCKS)
-        damaged = set(self.damaged.tolist())
-        return next((at for at, block in enumerate(own) if block in damaged), BLOCKS)
-
-    def _draw(self) -> NDArray[np.uint8]:
-        """The KV of every prompt's blocks; no two are alike, and none has a zero in it."""
-        size = (PROMPTS, BLOCKS, LAYERS * ROW_BYTES)
-        return self.random.integers(1, 255, size=size, dtype=np.uint8)
-
-    def _compute(self, number: int, lease: Lease) -> None:
-        """What is cached is right; the rest is computed, and said to be."""
-        slots = torch.tensor(lease.block_table[:BLOCKS], dtype=torch.int64, device="cuda")
-        content = torch.from_numpy(self.contents[number]).view(BLOCKS, LAYERS, ROW_BYTES).cuda()
-        cached = lease.cached_tokens // TOKENS
+    def write(self, slots: list[int], blocks: NDArray[np.uint8]) -> None:
+        content = torch.from_numpy(blocks).view(len(slots), LAYERS, ROW_BYTES).cuda()
         for layer, kv in enumerate(self.kv):
-            assert torch.equal(kv[slots[:cached]], content[:cached, layer])
-            kv[slots[cached:]] = content[cached:, layer]
-        stream = torch.cuda.current_stream().cuda_stream
-        self.cache.steps.submitted(stream, lease.block_table)
-        lease.commit_prompt(BLOCKS * TOKENS + 1)
-
-    def _find_slots(self) -> NDArray[np.intp]:
-        """Where the blocks of each prompt lie in the arena."""
-        lying = {block.tobytes(): slot for slot, block in enumerate(self.host_bytes())}
-        blocks = self.contents[:PROMPTS].reshape(COUNT, -1)
-        return np.array([lying[block.tobytes()] for block in blocks])
-
-    def _step_until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        self.cache.step()
-        while not done():
-            assert self.cache.wait(deadline)
-            self.cache.step()
-
-
-def _prompt(number: int) -> list[int]:
-    return [number, *range(BLOCKS * TOKENS)]
-
-
-def _ready(lease: Lease) -> bool:
-    return lease.state is penstock.LeaseState.READY
+            kv[slots] = content[:, layer]
+        self.cache.steps.submitted(torch.cuda.current_stream().cuda_stream, slots)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -172,22 +67,7 @@ def test_a_thousand_damaged_blocks_are_found_dropped_and_computed_anew(
 ) -> None:
     engine = Engine(layerwise=layerwise)
     damage(engine)
-    engine.cache.take_kv_events()
 
-    served = engine.serve(range(PROMPTS))
-    told = engine.cache.take_kv_events()
-    again = engine.serve(range(PROMPTS))
+    engine.check_all_found()
 
-    found = [lease.cached_tokens // TOKENS for _, lease in served]
-    good = [engine.good_blocks(number) for number in range(PROMPTS)]
-    reasons = {lease.miss.reason for _, lease in served if lease.cached_tokens < BLOCKS * TOKENS}
-    removed = [each for each in told if isinstance(each, BlocksRemoved) and each.tier == "host"]
-    statistics = engine.cache.statistics()
-    assert found == good
-    assert reasons == {penstock.MissReason.CORRUPT}
-    assert statistics.blocks_corrupt == DAMAGED
-    assert statistics.tokens_not_delivered == (COUNT - sum(good)) * TOKENS
-    assert len({key for each in removed for key in each.keys}) == DAMAGED
-    assert {lease.cached_tokens for _, lease in again} == {BLOCKS * TOKENS}
-    engine.cache.audit()
     engine.cache.close(1.0)
