@@ -12,13 +12,11 @@ for another one, or from before a reset, is seen to be wrong.
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import shutil
 import tempfile
-from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +29,7 @@ from lab.sim.coverage import Kinds
 from lab.sim.disk.device import DiskConditions, ProcessKilledError
 from lab.sim.disk.images import FolderImages
 from lab.sim.disk.process import DiskProcess, Identity
+from lab.sim.turns import TurnsWorld, quiet_logs
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
@@ -41,7 +40,7 @@ from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lab.sim.disk.process import WatchedTier
     from penstock.store.base import EndedJob
@@ -84,18 +83,6 @@ DISK_KINDS = Kinds(
     has_tables=False,
     events_mean_min=60.0,
 )
-
-
-@contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Losses that a world makes itself are not worth a log line."""
-    log = logging.getLogger("penstock.store")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def make_folder() -> Path:
@@ -159,7 +146,7 @@ class DiskArena:
         return np.frombuffer((digest * (size // len(digest) + 1))[:size], dtype=np.uint8)
 
 
-class DiskWorld:
+class DiskWorld(TurnsWorld):
     """One seed's world."""
 
     def __init__(
@@ -170,13 +157,8 @@ class DiskWorld:
         crash: Crash | None = None,
     ) -> None:
         """With `crash` nothing else goes wrong in it."""
-        self.rng = Random(seed)
+        super().__init__(seed, log)
         self._turns = TURNS if crash is None else crash.turns
-        self.now = 0.0
-        self.events: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.copies: Counter[str] = Counter()
-        self._log = log
         rng = self.rng
         block_bytes = rng.choice(BLOCK_BYTES)
         algorithm = rng.choice((Algorithm.XXH3, Algorithm.MIX64))
@@ -208,7 +190,7 @@ class DiskWorld:
         if crash is not None:
             self._power = float(crash.power)
             self.process.disk.dies_at = crash.call
-        self._actions: list[tuple[float, Callable[[], None]]] = [
+        self._actions = [
             (3.0, self._save),
             (2.5, self._load),
             (4.0, self._step),
@@ -248,13 +230,11 @@ class DiskWorld:
             self.note("calls do a part only")
         if self._conditions.ignores_sync:
             self.note("sync is ignored")
-        with quiet_logs():
+        with quiet_logs("store"):
             try:
                 self._start()
-                weights, actions = zip(*self._actions, strict=True)
                 for _ in range(self._turns):
-                    self.now += self.rng.random() * 0.2
-                    self._guard(self.rng.choices(actions, weights)[0])
+                    self._guard(self.draw_action(within_s=0.2))
                     if self._traveller.random() < self._image_chance:
                         self.process.images.keep(self.process.truth)
                     if self._traveller.random() < self._image_chance:
@@ -267,16 +247,6 @@ class DiskWorld:
                 shutil.rmtree(self.process.folder.parent)
                 for arena in self.arenas:
                     arena.host.close()
-
-    def note(self, fault: str) -> None:
-        """Counts a fault."""
-        self.faults[fault] += 1
-        self.tell(fault)
-
-    def tell(self, line: str) -> None:
-        """Tells whoever listens."""
-        if self._log is not None:
-            self._log(f"{self.now:9.3f}  {line}")
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Does something in which the process may die."""

@@ -11,7 +11,6 @@ The one rule that must not break: nothing here depends on anything but the seed.
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from lab.sim.runtime.faults import RuntimeFaultInjector
 from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.ranks import RuntimeRanks
 from lab.sim.runtime.stores import SimLink
+from lab.sim.turns import quiet_logs
 from lab.sim.world import World
 from penstock.config import Config, ModelSettings, TierKind
 from penstock.errors import UnavailableError
@@ -108,19 +108,12 @@ class RuntimeWorld(World):
 
     def run(self) -> None:
         """Lives the world to its end; losses that it makes itself are not worth a log line."""
-        logs = [
-            logging.getLogger(f"penstock.{name}")
-            for name in ("runtime.status", "runtime.rank_links", "runtime.driver", "store")
-        ]
-        levels = [log.level for log in logs]
-        for log in logs:
-            log.setLevel(logging.CRITICAL)
-        try:
-            super().run()
-        finally:
-            self._give_back()
-            for log, level in zip(logs, levels, strict=True):
-                log.setLevel(level)
+        names = ("runtime.status", "runtime.rank_links", "runtime.driver", "store")
+        with quiet_logs(*names):
+            try:
+                super().run()
+            finally:
+                self._give_back()
 
     def _give_back(self) -> None:
         """Gives back descriptors and shared memory."""

@@ -12,10 +12,7 @@ delivered for another one, or from before a reset, is seen to be wrong, however 
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from contextlib import contextmanager, suppress
-from random import Random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lab.fixtures.lying_blobs import Lie, LyingBlobs
@@ -23,6 +20,7 @@ from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from lab.sim.checkers import SimulationError
 from lab.sim.coverage import Kinds
 from lab.sim.shared.engine import ARENA_SLOTS, SPACE, Geometry, SimulatedEngine, SteppedTier
+from lab.sim.turns import TurnsWorld, quiet_logs
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import FindJob, LoadJob, SaveJob
@@ -31,7 +29,7 @@ from penstock.store.shared.values import generation_name
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.store.base import EndedJob
     from penstock.vocabulary.keys import Key
@@ -81,18 +79,6 @@ SHARED_KINDS = Kinds(
 )
 
 
-@contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Losses that a world makes itself are not worth a log line."""
-    log = logging.getLogger("penstock.store")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
 class DrawnServer(MemoryServer):
     """A store that knows in which order generations were written, and which a replica has."""
 
@@ -134,16 +120,12 @@ class WorldlyBlobs(LyingBlobs):
         super()._perhaps_late(timeout_s)
 
 
-class SharedWorld:
+class SharedWorld(TurnsWorld):
     """One seed's world."""
 
     def __init__(self, seed: int, *, log: Callable[[str], None] | None = None) -> None:
-        self.rng = rng = Random(seed)
-        self.now = 0.0
-        self.events: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.copies: Counter[str] = Counter()
-        self._log = log
+        super().__init__(seed, log)
+        rng = self.rng
         self.server = DrawnServer()
         self._healthy = rng.random() < 0.15
         self._lie_rate = 0.0 if self._healthy else rng.choice((0.0, 0.05, 0.15, 0.3))
@@ -164,7 +146,7 @@ class SharedWorld:
             for number in range(rng.randint(1, 3))
         ]
         troubles = 0.0 if self._healthy else 1.0
-        self._actions: list[tuple[float, Callable[[], None]]] = [
+        self._actions = [
             (3.0, self._save),
             (3.0, self._load),
             (2.0, self._find),
@@ -187,29 +169,17 @@ class SharedWorld:
 
     def run(self) -> None:
         """Lives the world to its end."""
-        with quiet_logs():
+        with quiet_logs("store"):
             try:
                 for engine in self.engines:
                     self._open(engine)
-                weights, actions = zip(*self._actions, strict=True)
                 for _ in range(TURNS):
-                    self.now += self.rng.random() * 0.05
-                    self.rng.choices(actions, weights)[0]()
+                    self.draw_action(within_s=0.05)()
                 self._end()
             finally:
                 for engine in self.engines:
                     engine.tier.close(deadline=0.0)
                     engine.close()
-
-    def note(self, fault: str) -> None:
-        """Counts a fault."""
-        self.faults[fault] += 1
-        self.tell(fault)
-
-    def tell(self, line: str) -> None:
-        """Tells whoever listens."""
-        if self._log is not None:
-            self._log(f"{self.now:9.3f}  {line}")
 
     def _open(self, engine: SimulatedEngine) -> None:
         blobs = WorldlyBlobs(
