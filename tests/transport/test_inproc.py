@@ -13,24 +13,7 @@ def test_an_end_is_called_what_the_other_one_is() -> None:
     assert (near.name, far.name) == ("rank 0", "engine")
 
 
-def test_a_simulator_runs_its_world_where_others_wait() -> None:
-    """Time is its own, so a deadline means what it makes of it."""
-    waited: list[float] = []
-
-    def wait(_: int, deadline: float) -> None:
-        waited.append(deadline)
-        if deadline > 5:
-            far.send(b"came at 5")
-
-    near, far = channel_pair(wait=wait)
-
-    assert near.receive(deadline=3.0) == Empty()
-    assert near.receive(deadline=7.0) == ReceivedFrame(b"came at 5")
-    assert waited == [3.0, 7.0]
-
-
 def test_no_descriptor_is_made_unless_somebody_waits() -> None:
-    """A simulator with thousands of channels does not run out of them."""
     before = open_descriptors()
     pairs = [channel_pair() for _ in range(100)]
     for near, far in pairs:
