@@ -26,6 +26,8 @@ from lab.bench.interference import on_cpu as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
 from lab.bench.report import BenchReport
+from lab.bench.router import ENGINES as ROUTER_ENGINES
+from lab.bench.router import run_router
 from lab.bench.sglang import PROMPTS as SGLANG_PROMPTS
 from lab.bench.sglang import SIDES as SGLANG_SIDES
 from lab.bench.sglang import TOKENS as SGLANG_TOKENS
@@ -392,6 +394,18 @@ def bench_index(
             run_index(report, peer, rounds=rounds)
     run_policies(report, rounds=rounds)
     run_growth(report)
+
+
+@bench("router")
+def bench_router(
+    report: BenchReport,
+    *,
+    engines: Annotated[
+        str, typer.Option("--engines", metavar="N,…", help="Numbers of instances.")
+    ] = ",".join(map(str, ROUTER_ENGINES)),
+) -> None:
+    """Measure the router: decisions, requests and events, with up to a thousand instances."""
+    run_router(report, engines=_counts(engines, option="--engines"))
 
 
 @bench("vllm")

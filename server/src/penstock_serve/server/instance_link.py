@@ -52,8 +52,7 @@ class InstanceLink:
         """Whether it has ever been."""
         self.leaving = False
         """Whether it finishes its requests and accepts no more."""
-        self.held_back = ""
-        """Why it gets no requests although it is ready: it has not the weights of the others."""
+        self._held_back = ""
         self.lost = ""
         """Why it is gone, if it is."""
         self.loading: dict[int, ms.LoadProgress] = {}
@@ -62,6 +61,10 @@ class InstanceLink:
         """Called with changes of what the instance caches."""
         self.reasons: list[str] = []
         """What is lost or off in its cache, and why."""
+        self.on_load: Callable[[InstanceLink], None] = lambda *_: None
+        """Called when a request under way has begun or ended."""
+        self.on_standing: Callable[[InstanceLink], None] = lambda *_: None
+        """Called when it may get requests, or may not any more."""
         self.on_ready: Callable[[InstanceLink], None] = lambda *_: None
         """Called before `on_change` when the instance accepts requests."""
         self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = lambda *_: None
@@ -83,6 +86,16 @@ class InstanceLink:
         self._loop.add_reader(self._descriptor, self._pump)
         # The descriptor does not show what arrived before the reader was added.
         self._loop.call_soon(self._pump)
+
+    @property
+    def held_back(self) -> str:
+        """Why it gets no requests although it is ready: it has not the weights of the others."""
+        return self._held_back
+
+    @held_back.setter
+    def held_back(self, why: str) -> None:
+        self._held_back = why
+        self.on_standing(self)
 
     @property
     def load(self) -> int:
@@ -110,6 +123,7 @@ class InstanceLink:
         queue: asyncio.Queue[Output | ms.SubmitRefused | InstanceLost] = asyncio.Queue()
         self._require_there()
         self._requests[submit.id] = queue
+        self.on_load(self)
         running = submit.answers
         try:
             self.send(submit)
@@ -124,6 +138,7 @@ class InstanceLink:
                 yield message
         finally:
             del self._requests[submit.id]
+            self.on_load(self)
             for waiting in self._waiting.pop(submit.id, ()):
                 if not waiting.done():
                     waiting.set_result(None)
@@ -245,11 +260,13 @@ class InstanceLink:
             case ms.InstanceReady():
                 self.ready, self.was_ready = message, True
                 self.on_ready(self)
+                self.on_standing(self)
                 self._on_change(self)
             case Output() | ms.SubmitRefused():
                 self._take_progress(message)
             case ms.Leaving():
                 self.leaving = True
+                self.on_standing(self)
                 self._on_change(self)
             case ms.PairFailed():
                 self.on_pair_failed(self, message)
@@ -284,6 +301,7 @@ class InstanceLink:
         if self.lost:
             return
         self.lost, self.ready = why, None
+        self.on_standing(self)
         self._loop.remove_reader(self._descriptor)
         self._set_alarm()
         self._channel.close()

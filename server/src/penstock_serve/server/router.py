@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections import deque
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock import BlocksRemoved, BlocksStored
 from penstock.config import RoutingTable
 from penstock_serve.engine.messages import (
     Abort,
@@ -43,15 +41,16 @@ from penstock_serve.engine.messages import (
     SetRole,
     StopAnswer,
 )
+from penstock_serve.server.fleet import Fleet, PromptKeys
 from penstock_serve.server.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock_serve.server.pairs import PairTable
+from penstock_serve.server.routes import RequestRoute, Routes, able_prefills
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from penstock import KvEvent
-    from penstock.config import Config, ModelSettings
-    from penstock.toolkit import Key, Recorder
+    from penstock.toolkit import Recorder
     from penstock_serve.engine.messages import RoleName
     from penstock_serve.engine.requests import Output, Request
 
@@ -162,18 +161,6 @@ PREFILLS_MAX = 2
 computes it."""
 CACHE_KEYS_MAX = 4096
 """Cache keys that are remembered: clients choose them."""
-FAILURES_KEPT = 16
-"""More failures of one instance within `routing.failed_s` do not make it worse."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """An instance that may answer a request, and those that may compute its prompt."""
-
-    worth: float
-    decode: InstanceLink
-    prefills: list[InstanceLink]
-    """Equally good ones; none: the first one computes it."""
 
 
 class _Prefill:
@@ -183,11 +170,12 @@ class _Prefill:
     """
 
     def __init__(
-        self, router: Router, route: _Route, submit: Request, handoffs: Iterator[str]
+        self, router: Router, route: RequestRoute, submit: Request, handoffs: Iterator[str]
     ) -> None:
         self._router = router
         self._decode = route.decode
-        self._prefill = route.prefills[0]
+        assert route.prefill is not None
+        self._prefill = route.prefill
         self._request = submit
         self._handoffs = handoffs
         """Names of handoffs that were not used yet."""
@@ -291,13 +279,12 @@ class Router:
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
         self._recorder = recorder
-        self._salt = salt
         self.on_ready: Callable[[InstanceLink], None] = lambda _link: None
         """Called when an instance is ready, before it gets any request."""
         self.links: list[InstanceLink] = []
         self.pairs = PairTable()
         self.retries = 0
-        self._holdings: dict[InstanceLink, CachedBlocks] = {}
+        self._fleet = Fleet(salt=salt)
         self._at: dict[str, InstanceLink] = {}
         """The instance that answers each request."""
         self._resets = 0
@@ -309,16 +296,14 @@ class Router:
         """Roles that were changed, by the name of the instance, in any of its lives."""
         self._reset_kept: dict[str, int] = {}
         """The last reset that each instance has kept for its next life, in any of its lives."""
-        self._choices = 0
-        self._chosen: dict[InstanceLink, int] = {}
-        """The number of the last choice of each instance."""
         self._had_key: dict[tuple[str, str], str] = {}
         """Tenant and cache key to the name of the instance that had its last request."""
-        self._failed: dict[InstanceLink, deque[float]] = {}
-        """When prefill instances failed to compute a prompt, as far as that still counts."""
 
     def add(self, link: InstanceLink) -> None:
         self.links.append(link)
+        self._fleet.add(link)
+        link.on_load = self._fleet.note_load
+        link.on_standing = self._note_standing
         link.on_kv_events = self._note_events
         link.on_pair_failed = self.pairs.note_failure
         link.on_ready = self._welcome
@@ -327,9 +312,7 @@ class Router:
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
         self.pairs.remove(link)
-        self._holdings.pop(link, None)
-        self._chosen.pop(link, None)
-        self._failed.pop(link, None)
+        self._fleet.remove(link)
 
     def handoffs_of(self, request: str) -> list[str]:
         """The names of a request's handoffs, as many as it may have."""
@@ -371,6 +354,7 @@ class Router:
                 "requests"
             )
         self._roles[link.name] = role
+        self._note_standing(link)
         link.send(SetRole(role=role))
 
     def generate(self, submit: Request) -> AsyncGenerator[Output, None]:
@@ -400,7 +384,7 @@ class Router:
     def _record(self, submit: Request, prompt: PromptKeys, link: InstanceLink) -> None:
         """Records a request, unless it keeps out of the cache."""
         if self._recorder is not None and prompt.reuses and submit.store:
-            config = self._holdings_of(link).config
+            config = self._fleet.cached_of(link).config
             self._recorder.begin(
                 submit.id,
                 prompt.under(config),
@@ -423,7 +407,7 @@ class Router:
             begun = False
             self.gate.begin()
             self._at[submit.id] = link
-            prefill = _Prefill(self, route, submit, handoffs) if route.prefills else None
+            prefill = _Prefill(self, route, submit, handoffs) if route.prefill else None
             try:
                 asked = submit if prefill is None else prefill.asked
                 async with aclosing(link.generate(asked)) as tokens:
@@ -476,7 +460,7 @@ class Router:
 
     def weights_of(self, link: InstanceLink) -> str:
         """The version of the weights of one instance."""
-        return self._holdings_of(link).config.model.weights_version
+        return self._fleet.cached_of(link).config.model.weights_version
 
     def want_weights(self, version: str) -> None:
         """From now on instances are to load the weights of this version."""
@@ -488,7 +472,7 @@ class Router:
 
     def _welcome(self, link: InstanceLink) -> None:
         """Called when an instance is ready, before it gets any request."""
-        self._holdings_of(link)
+        self._fleet.cached_of(link)
         role = self._roles.get(link.name)
         if role is not None and link.ready is not None and role != link.ready.role:
             link.send(SetRole(role=role))
@@ -512,189 +496,59 @@ class Router:
 
     def _change_weights(self, link: InstanceLink, version: str) -> None:
         """An instance has other weights: pairs were opened for the old ones."""
-        self._holdings_of(link).change_weights(version)
+        self._fleet.change_weights(link, version)
         self.pairs.close_pairs_of(link)
 
-    def _choose(self, prompt: PromptKeys, tried: set[InstanceLink]) -> _Route:
-        able = [link for link in self.answering if link not in tried]
+    def _choose(self, prompt: PromptKeys, tried: set[InstanceLink]) -> RequestRoute:
+        """The best route; equals take turns."""
+        able = self._fleet.answering & ~self._fleet.mask(tried)
         if not able:
             raise InstanceLost("no instance is ready")
-        worths = {link: self._worth_alone(link, prompt) for link in self.ready}
-        routes = [self._route(link, prompt, worths) for link in able]
-        # Twice: what is handed over and what is computed are counted separately.
-        least = max(route.worth for route in routes) - 2 * self.settings.equal_blocks
-        chosen = self._next_of(prompt, [each.decode for each in routes if each.worth >= least])
-        route = next(each for each in routes if each.decode is chosen)
-        if route.prefills:
-            return replace(route, prefills=[self._next_in_turn(route.prefills)])
+        routes = Routes(self._fleet, prompt, self.settings, able=able, can_pair=self._can_pair)
+        had_last = self._had_last(prompt)
+        route = routes.choose(had_last)
+        if route.decode is not had_last:
+            self._fleet.note_chosen(route.decode)
+        if route.prefill is not None:
+            self._fleet.note_chosen(route.prefill)
+        if prompt.affinity is not None:
+            self._had_key.pop(prompt.affinity, None)
+            self._had_key[prompt.affinity] = route.decode.name
+            if len(self._had_key) > CACHE_KEYS_MAX:
+                del self._had_key[next(iter(self._had_key))]
         return route
 
-    def _next_of(self, prompt: PromptKeys, links: list[InstanceLink]) -> InstanceLink:
-        """The one that had the last request with the same cache key, or the next in turn."""
-        affinity = prompt.affinity
-        if affinity is None:
-            return self._next_in_turn(links)
-        last = self._had_key.pop(affinity, None)
-        chosen = next((link for link in links if link.name == last), None)
-        self._had_key[affinity] = (chosen or self._next_in_turn(links)).name
-        if len(self._had_key) > CACHE_KEYS_MAX:
-            del self._had_key[next(iter(self._had_key))]
-        return next(link for link in links if link.name == self._had_key[affinity])
-
-    def _next_in_turn(self, links: list[InstanceLink]) -> InstanceLink:
-        chosen = min(links, key=lambda link: self._chosen.get(link, 0))
-        self._choices += 1
-        self._chosen[chosen] = self._choices
-        return chosen
-
-    def _route(
-        self, link: InstanceLink, prompt: PromptKeys, worths: dict[InstanceLink, float]
-    ) -> _Route:
-        """What it is worth to let an instance answer, and who may compute the prompt for it.
-
-        An instance that computes a prompt itself counts as both sides.
-        """
-        own = worths[link]
-        if self.role_of(link) == "both" or prompt.scored or self._has_enough(link, prompt):
-            return _Route(2 * own, link, [])
-        able = [each for each in self.prefilling if self._can_pair(each, link)]
-        if not able:
-            return _Route(2 * own - self.settings.computing_weight, link, [])
-        best = max(worths[each] for each in able)
-        equal = [each for each in able if worths[each] >= best - self.settings.equal_blocks]
-        return _Route(own + best, link, equal)
+    def _had_last(self, prompt: PromptKeys) -> InstanceLink | None:
+        """The instance that had the last request with the same cache key."""
+        name = self._had_key.get(prompt.affinity) if prompt.affinity else None
+        return next((link for link in self.links if link.name == name), None) if name else None
 
     def another_prefill(
         self, decode: InstanceLink, submit: Request, tried: set[InstanceLink]
     ) -> InstanceLink | None:
         """An instance that may compute a prompt in the place of those that could not."""
-        prompt = PromptKeys(submit)
-        able = [
-            link for link in self.prefilling if link not in tried and self._can_pair(link, decode)
-        ]
-        return max(able, key=lambda link: self._worth_alone(link, prompt), default=None)
+        fleet = self._fleet
+        untried = fleet.prefilling & ~fleet.mask(tried)
+        groups = fleet.weigh(untried, fleet.leads(PromptKeys(submit)), self.settings)
+        able = next(able_prefills(fleet, groups, decode, self._can_pair), None)
+        return None if able is None else able[1]
 
     def _can_pair(self, prefill: InstanceLink, decode: InstanceLink) -> bool:
         same = self.weights_of(prefill) == self.weights_of(decode)
         return same and self.pairs.can_use(prefill, decode)
 
-    def _has_enough(self, link: InstanceLink, prompt: PromptKeys) -> bool:
-        """Whether an instance lacks so little of a prompt that no other one computes it."""
-        held = self._holdings_of(link)
-        block_tokens = held.config.cache.block_tokens
-        cached = held.leading(prompt) * block_tokens
-        return prompt.token_count - cached <= (self.settings.handoff_tokens_min or block_tokens)
-
     def note_failure(self, prefill: InstanceLink) -> None:
         """A prefill instance did not compute a prompt that it was sent."""
-        if not prefill.lost:
-            times = self._failed.setdefault(prefill, deque(maxlen=FAILURES_KEPT))
-            times.append(asyncio.get_running_loop().time())
+        self._fleet.note_failure(prefill)
 
-    def _worth_alone(self, link: InstanceLink, prompt: PromptKeys) -> float:
-        weights, cached = self.settings, self._holdings_of(link).leading(prompt)
-        return (
-            weights.cached_weight * cached
-            - weights.load_weight * link.load
-            - weights.failed_weight * self._failures_of(link)
-        )
-
-    def _failures_of(self, link: InstanceLink) -> int:
-        """How many prompts an instance failed to compute lately."""
-        times = self._failed.get(link, deque())
-        since = asyncio.get_running_loop().time() - self.settings.failed_s
-        while times and times[0] < since:
-            times.popleft()
-        return len(times)
+    def _note_standing(self, link: InstanceLink) -> None:
+        """Whether an instance gets requests, or what it does, has changed."""
+        self._fleet.note_role(link, self.role_of(link) if is_usable(link) else None)
 
     def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:
-        self._holdings_of(link).take(events)
-
-    def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
-        if link not in self._holdings:
-            assert link.ready is not None
-            # An instance elsewhere has its secret at a place of its own machine.
-            config = replace(link.ready.config, salt=self._salt)
-            self._holdings[link] = CachedBlocks(config)
-        return self._holdings[link]
+        self._fleet.cached_of(link).take(events)
 
 
 def is_usable(link: InstanceLink) -> bool:
     """Whether an instance may get requests."""
     return link.ready is not None and not link.leaving and not link.held_back
-
-
-class PromptKeys:
-    """The keys of one prompt, as instances compute them: once for all with equal settings."""
-
-    def __init__(self, submit: Request) -> None:
-        self._submit = submit
-        self.token_count = len(submit.prompt)
-        self._named: dict[tuple[ModelSettings, int, str, str], list[Key]] = {}
-
-    @property
-    def reuses(self) -> bool:
-        """Whether cached blocks may be used for it."""
-        return self._submit.reuse and not self.scored
-
-    @property
-    def affinity(self) -> tuple[str, str] | None:
-        """What it has in common with requests that should go to the same instance."""
-        key = self._submit.cache_key
-        return (self._submit.tenant, key) if key else None
-
-    @property
-    def scored(self) -> bool:
-        """Whether its log-probabilities are wanted: a handoff brings KV without logits."""
-        return self._submit.scores_prompt
-
-    def under(self, config: Config) -> list[Key]:
-        """The keys in an instance with this configuration."""
-        naming = (config.model, config.cache.block_tokens, config.hash, config.salt)
-        if naming not in self._named:
-            chain = config.key_chain(tenant=self._submit.tenant)
-            chain.extend(self._submit.prompt)
-            self._named[naming] = chain.keys
-        return self._named[naming]
-
-
-class CachedBlocks:
-    """The blocks that one instance has cached, in any tier, by its KV events.
-
-    Events may be late, so this is an estimate: an instance has the last word on what it has.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self._tiers_of: dict[bytes, set[str]] = {}
-
-    def take(self, events: list[KvEvent]) -> None:
-        for event in events:
-            if isinstance(event, BlocksStored):
-                for key in event.keys:
-                    self._tiers_of.setdefault(key, set()).add(event.tier)
-            elif isinstance(event, BlocksRemoved):
-                for key in event.keys:
-                    self._remove(key, event.tier)
-            else:
-                self._tiers_of.clear()
-
-    def change_weights(self, version: str) -> None:
-        """From now on keys are computed with this version of the weights."""
-        model = replace(self.config.model, weights_version=version)
-        self.config = replace(self.config, model=model)
-
-    def leading(self, prompt: PromptKeys) -> int:
-        """The number of leading blocks of a prompt that are cached."""
-        keys = prompt.under(self.config) if prompt.reuses else []
-        for position, key in enumerate(keys):
-            if key not in self._tiers_of:
-                return position
-        return len(keys)
-
-    def _remove(self, key: bytes, tier: str) -> None:
-        tiers = self._tiers_of.get(key)
-        if tiers is not None:
-            tiers.discard(tier)
-            if not tiers:
-                del self._tiers_of[key]
