@@ -4,7 +4,7 @@
 
 A pair of instances is a `HandoffWorld`: the parties are the shipped machines, and they are other
 lives each time the pair is opened. The router chooses a prefill and a decode instance for each
-request, and opens and closes pairs by the rules of `penstock_serve.server.pairs`; instances
+request; which pairs are open, the shipped `PairTable` of the server says; instances
 keep the bounds of `penstock_serve.engine.peers`. Instances join, drain and leave, change their
 roles, die and start again.
 

@@ -1,24 +1,30 @@
 """The router of a simulated world of pairs: chooses instances, introduces them, tries again.
 
-It keeps the rules of `penstock_serve.server.pairs`: a pair is opened when a request first needs it,
-and closed when none has used it for `idle_s`, or to make room; a pair that a request uses is closed
-only when one of the two is gone or cannot open it.
+Which pairs are open, and who may open one, the shipped `PairTable` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from lab.sim.checkers import SimulationError
 from lab.sim.handoff_conditions import AMPLE_S
 from lab.sim.pairs_conditions import prompt_of
+from penstock.config import HandoffTable, parse_config
 from penstock.handoff.protocol.states import HandoffOutcome
+from penstock_serve.engine import messages as ms
+from penstock_serve.engine.spec import EngineSpec
+from penstock_serve.server.pairs import PairTable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lab.sim.agenda import Agenda
     from lab.sim.pairs import Couple, PairsSimulation
     from lab.sim.pairs_conditions import Asked
 
+CONFIG = parse_config('version = 1\nmodel.name = "simulated"\ncache = { blocks = 8 }\n')
 TRY_COUNT_MAX = 3
 """A request that was not handed over so often is computed by its decode instance."""
 DEADLINE_S = {False: 300.0, True: 8 * AMPLE_S}
@@ -27,8 +33,6 @@ _SERVED_S = 200.0
 """A request for which a decode instance was there so long must not have to wait for its deadline:
 three patiences, and a few resends that were lost."""
 _AGAIN_S = 0.5
-_FAILED_S = 10.0
-"""How long a pair that could not be opened is not tried again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,10 +51,96 @@ class Request:
     outcome: str = ""
 
 
-@dataclass(slots=True)
-class _Introduced:
-    uses: int
-    used_at: float
+class Timer:
+    """Something that the table has on the agenda, until it is cancelled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def ring(self) -> None:
+        """Its time has come."""
+        if self._call is not None:
+            self._call()
+
+    def cancel(self) -> None:
+        """It is not called any more."""
+        self._call = None
+
+
+class AgendaLoop:
+    """The clock and the timers of an event loop, on the agenda of a world."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+
+    def time(self) -> float:
+        """Now."""
+        return self._agenda.now
+
+    def call_at(self, when: float, call: Callable[[], None]) -> Timer:
+        """Calls at a time."""
+        timer = Timer(call)
+        self._agenda.at(when, timer.ring)
+        return timer
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Calls after what happens now."""
+        self._agenda.after(0.0, call)
+
+
+class Link:
+    """What the table knows of one life of an instance."""
+
+    def __init__(self, world: PairsSimulation, name: str) -> None:
+        conditions = world.conditions
+        table = HandoffTable(peers_max=conditions.peers_max, idle_s=conditions.idle_s)
+        self.name = name
+        self.lost = ""
+        self.ready = ms.InstanceReady(
+            model="simulated",
+            positions=1,
+            stop_tokens=[],
+            config=replace(CONFIG, handoff=table),
+            tiers=["device"],
+            engine=EngineSpec(name=name, ranks=1, address=f"ipc://{name}"),
+        )
+        self._world = world
+
+    def send(self, message: ms.OpenPair | ms.ClosePair) -> None:
+        """The instance opens or closes its side when it hears of it."""
+        world = self._world
+        if isinstance(message, ms.ClosePair):
+            couple = message.prefill, message.decode
+            world.send(self.name, world.close_side, self.name, couple)
+            return
+        pair = message.pair
+        couple = pair.prefill.name, pair.decode.name
+        if self.name == couple[0]:
+            world.note("pair opened")
+        world.send(self.name, world.open_side, self.name, couple, pair.number)
+
+
+class WatchedPairs(PairTable):
+    """The table, under the eyes of a world."""
+
+    def __init__(self, world: PairsSimulation) -> None:
+        loop: Any = AgendaLoop(world.agenda)
+        super().__init__(lambda: loop)
+        self._world = world
+
+    def _make_room(self, link: Any) -> None:  # noqa: ANN401 - one of this file
+        before = len(self._open)
+        super()._make_room(link)
+        if len(self._open) < before:
+            self._world.note("pair closed to make room")
+
+    def _close_idle(self) -> None:
+        before = self.names
+        super()._close_idle()
+        for couple in before:
+            if couple not in self.names:
+                self._world.note("pair closed when idle")
+                self._world.check_idle(couple)
 
 
 class Router:
@@ -61,11 +151,9 @@ class Router:
         self._rng = world.rng
         self._serving: dict[str, float] = {}
         """Instances that get requests, and since when."""
-        self._present: set[str] = set()
+        self._links: dict[str, Any] = {}
         """Instances that are there, those that drain too."""
-        self._open: dict[Couple, _Introduced] = {}
-        self._opened_count = 0
-        self._failed: dict[Couple, float] = {}
+        self._pairs = WatchedPairs(world)
         self._requests: dict[str, Request] = {}
         self._handoffs: dict[str, Request] = {}
 
@@ -90,7 +178,7 @@ class Router:
             (prefill, decode)
             for prefill in self._role("prefill")
             for decode in decodes
-            if self._can_use((prefill, decode))
+            if self._pairs.can_use(self._links[prefill], self._links[decode])
         ]
         if not couples:
             self._world.note("no pair for a request")
@@ -105,11 +193,8 @@ class Router:
         request.try_count += 1
         handoff = request.handoff = f"{request.name}.{request.try_count}"
         self._handoffs[handoff] = request
-        if couple not in self._open:
-            self._introduce(couple)
+        self._pairs.use(self._links[couple[0]], self._links[couple[1]])
         request.couple = couple
-        self._open[couple].uses += 1
-        self._open[couple].used_at = world.agenda.now
         prefill, decode = (world.instances[name] for name in couple)
         world.pair_of(couple).prompts[handoff] = prompt_of(
             request.asked, handoff, prefill_ranks=prefill.ranks, decode_ranks=decode.ranks
@@ -183,68 +268,20 @@ class Router:
         """A try is over: its pair may be idle now."""
         couple, request.couple, request.handoff = request.couple, None, ""
         assert couple is not None or request.outcome == ""
-        introduced = self._open.get(couple) if couple is not None else None
-        if couple is not None and introduced is not None:
-            introduced.uses -= 1
-            introduced.used_at = self._world.agenda.now
-            if not introduced.uses:
-                idle_s = self._world.conditions.idle_s
-                self._world.agenda.after(idle_s, self._close_idle, couple, introduced.used_at)
+        if couple is not None and all(name in self._links for name in couple):
+            self._pairs.release(self._links[couple[0]], self._links[couple[1]])
         return couple or ("", "")
 
     # ---------------------------------------------------------------- pairs
 
     def _uses_of(self, couple: Couple) -> int:
-        return self._open[couple].uses if couple in self._open else 0
-
-    def _can_use(self, couple: Couple) -> bool:
-        if couple in self._open:
-            return True
-        failed_at = self._failed.get(couple)
-        if failed_at is not None and self._world.agenda.now < failed_at + _FAILED_S:
-            return False
-        return all(self._has_room(name) for name in couple)
-
-    def _pairs_of(self, name: str) -> list[Couple]:
-        """The open pairs of an instance, the least recently used first."""
-        found = [couple for couple in self._open if name in couple]
-        return sorted(found, key=lambda couple: self._open[couple].used_at)
-
-    def _has_room(self, name: str) -> bool:
-        pairs = self._pairs_of(name)
-        idle = any(not self._open[couple].uses for couple in pairs)
-        return idle or len(pairs) < self._world.conditions.peers_max
-
-    def _introduce(self, couple: Couple) -> None:
-        for name in couple:
-            pairs = self._pairs_of(name)
-            if len(pairs) >= self._world.conditions.peers_max:
-                self._world.note("pair closed to make room")
-                self._close(next(each for each in pairs if not self._open[each].uses))
-        self._world.note("pair opened")
-        self._opened_count += 1
-        self._open[couple] = _Introduced(0, self._world.agenda.now)
-        for name in couple:
-            self._world.send(name, self._world.open_side, name, couple, self._opened_count)
-
-    def _close(self, couple: Couple) -> None:
-        del self._open[couple]
-        for name in couple:
-            if name in self._present:
-                self._world.send(name, self._world.close_side, name, couple)
-
-    def _close_idle(self, couple: Couple, used_at: float) -> None:
-        introduced = self._open.get(couple)
-        if introduced is not None and not introduced.uses and introduced.used_at == used_at:
-            self._world.note("pair closed when idle")
-            self._world.check_idle(couple)
-            self._close(couple)
+        return sum(each.couple == couple for each in self._requests.values())
 
     def pair_failed(self, couple: Couple) -> None:
         """An instance could not open a pair: it is closed on the other side, too."""
-        if couple in self._open:
-            self._failed[couple] = self._world.agenda.now
-            self._close(couple)
+        if couple in self._pairs.names:
+            failed = ms.PairFailed(prefill=couple[0], decode=couple[1], problem="no room")
+            self._pairs.note_failure(self._links[couple[0]], failed)
             self._try_elsewhere(couple)
 
     def _try_elsewhere(self, couple: Couple) -> None:
@@ -258,30 +295,27 @@ class Router:
 
     def joined(self, name: str) -> None:
         """An instance is there, for the first time or again."""
-        self._present.add(name)
+        self._links[name] = Link(self._world, name)
         self._serving[name] = self._world.agenda.now
-        self._failed = {each: at for each, at in self._failed.items() if name not in each}
 
     def lost(self, name: str, life: int) -> None:
         """An instance is gone: its requests go elsewhere, and then its peers close their pairs."""
-        if self._world.instances[name].life != life or name not in self._present:
+        if self._world.instances[name].life != life or name not in self._links:
             return
-        self._present.discard(name)
-        self._serving.pop(name, None)
-        gone = self._pairs_of(name)
-        for couple in gone:
-            del self._open[couple]
+        gone = [couple for couple in self._pairs.names if name in couple]
+        self._remove(name)
         for couple in gone:
             self._try_elsewhere(couple)
         for request in self._requests.values():
             if request.alone == name and not request.outcome:
                 request.alone = ""
                 self._route(request)
-        for couple in gone:
-            for other in couple:
-                # Unless it was introduced anew: then it has closed it already.
-                if other in self._present and couple not in self._open:
-                    self._world.send(other, self._world.close_side, other, couple)
+
+    def _remove(self, name: str) -> None:
+        self._serving.pop(name, None)
+        link = self._links.pop(name)
+        link.lost = "gone"
+        self._pairs.remove(link)
 
     def leave(self) -> None:
         """An instance that others can stand in for drains, and leaves for good."""
@@ -304,14 +338,13 @@ class Router:
 
     def _when_drained(self, name: str, life: int, then: str) -> None:
         world, instance = self._world, self._world.instances[name]
-        if name not in self._present or instance.life != life or name in self._serving:
+        if name not in self._links or instance.life != life or name in self._serving:
             return  # It died meanwhile, and begins again in its role.
         busy = any(name in (*(each.couple or ()), each.alone) for each in self._unended())
         if busy:
             world.agenda.after(_AGAIN_S, self._when_drained, name, life, then)
             return
-        for couple in self._pairs_of(name):
-            self._close(couple)
+        self._pairs.close_pairs_of(self._links[name])
         world.send(name, self._drained, name, then)
 
     def _drained(self, name: str, then: str) -> None:
@@ -322,7 +355,7 @@ class Router:
         if then == "leave":
             world.note("instance leaves")
             instance.up = False
-            self._present.discard(name)
+            self._remove(name)
             return
         world.note("role changes")
         instance.role = "decode" if instance.role == "prefill" else "prefill"
@@ -347,5 +380,5 @@ class Router:
                     "usefulness",
                     f"{request.name} is {request.outcome}, though nothing was in the way",
                 )
-        if self._open:
-            raise SimulationError("drain", f"pairs are open: {sorted(self._open)}")
+        if self._pairs.names:
+            raise SimulationError("drain", f"pairs are open: {sorted(self._pairs.names)}")

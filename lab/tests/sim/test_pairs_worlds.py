@@ -12,10 +12,10 @@ from lab.sim.agenda import Agenda
 from lab.sim.campaign import DEFECTS, run_campaign, run_seeds
 from lab.sim.checkers import SimulationError
 from lab.sim.pairs import PairsSimulation
-from lab.sim.pairs_router import Router
 from lab.sim.scenarios import Scenario
 from lab.tests.sim.test_handoff_bugs import plant_any_rank_will_do, plant_no_fence
 from penstock.handoff.protocol.decode_rank import DecodeRank
+from penstock_serve.server.pairs import PairTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,13 +78,13 @@ def plant_landing_memory_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def plant_pairs_are_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router forgets to close pairs that are idle."""
-    monkeypatch.setattr(Router, "_close_idle", lambda *_: None)
+    monkeypatch.setattr(PairTable, "_close_idle", lambda *_: None)
 
 
 def plant_pairs_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the router nor an instance counts the pairs that are open."""
-    monkeypatch.setattr(Router, "_has_room", lambda *_: True)
-    monkeypatch.setattr(Router, "_pairs_of", lambda *_: [])
+    monkeypatch.setattr(PairTable, "_has_room", lambda *_: True)
+    monkeypatch.setattr(PairTable, "_pairs_of", lambda *_: [])
     monkeypatch.setattr(PairsSimulation, "_has_room_for", lambda *_: True)
 
 

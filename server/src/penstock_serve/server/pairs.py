@@ -22,6 +22,8 @@ from penstock_serve.engine.messages import ClosePair, OpenPair
 from penstock_serve.engine.spec import PairSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock_serve.engine import messages as ms
     from penstock_serve.server.instance_link import InstanceLink
 
@@ -46,7 +48,11 @@ class _Introduced:
 class PairTable:
     """Which pairs are open, and who may open one."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.get_running_loop
+    ) -> None:
+        """`loop` has the clock and the timers."""
+        self._loop = loop
         self._open: dict[Couple, _Introduced] = {}
         self._opened_count = 0
         self._failed: dict[Couple, float] = {}
@@ -68,7 +74,7 @@ class PairTable:
         if couple in self._open:
             return True
         failed = self._failed.get(couple)
-        if failed is not None and _now() < failed + FAILED_S:
+        if failed is not None and self._loop().time() < failed + FAILED_S:
             return False
         if not _reaches(prefill, decode):
             return False
@@ -94,7 +100,7 @@ class PairTable:
             self._introduce(prefill, decode)
         pair = self._open[couple]
         pair.uses += 1
-        pair.used_at = _now()
+        pair.used_at = self._loop().time()
         self._set_alarm()
 
     def release(self, prefill: InstanceLink, decode: InstanceLink) -> None:
@@ -102,7 +108,7 @@ class PairTable:
         pair = self._open.get((prefill, decode))
         if pair is not None and pair.uses:
             pair.uses -= 1
-            pair.used_at = _now()
+            pair.used_at = self._loop().time()
             self._set_alarm()
 
     def note_failure(self, link: InstanceLink, failed: ms.PairFailed) -> None:
@@ -110,7 +116,7 @@ class PairTable:
         for couple in list(self._open):
             names = tuple(each.name for each in couple)
             if link in couple and names == (failed.prefill, failed.decode):
-                self._failed[couple] = _now()
+                self._failed[couple] = self._loop().time()
                 self._close(couple)
 
     def close_pairs_of(self, link: InstanceLink) -> None:
@@ -128,7 +134,7 @@ class PairTable:
         for couple in [each for each in self._open if link in each]:
             del self._open[couple]
             self._closing.append(couple)
-        asyncio.get_running_loop().call_soon(self._send_closing)
+        self._loop().call_soon(self._send_closing)
         self._failed = {each: at for each, at in self._failed.items() if link not in each}
         self._set_alarm()
 
@@ -143,7 +149,7 @@ class PairTable:
         assert other is not None
         assert ready.engine is not None
         assert other.engine is not None
-        self._open[prefill, decode] = _Introduced(0, _now())
+        self._open[prefill, decode] = _Introduced(0, self._loop().time())
         self._opened_count += 1
         message = OpenPair(
             pair=PairSpec(prefill=ready.engine, decode=other.engine, number=self._opened_count)
@@ -195,7 +201,7 @@ class PairTable:
 
     def _close_idle(self) -> None:
         self._alarm = None
-        now = _now()
+        now = self._loop().time()
         for couple, pair in list(self._open.items()):
             if not pair.uses and self._idle_until(couple) <= now:
                 self._close(couple)
@@ -208,12 +214,7 @@ class PairTable:
             self._alarm = None
         dues = [self._idle_until(couple) for couple, pair in self._open.items() if not pair.uses]
         if dues:
-            loop = asyncio.get_running_loop()
-            self._alarm = loop.call_at(min(dues), self._close_idle)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+            self._alarm = self._loop().call_at(min(dues), self._close_idle)
 
 
 def _table_of(link: InstanceLink) -> HandoffTable:
