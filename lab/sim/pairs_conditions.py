@@ -86,6 +86,7 @@ class PairsConditions:
             decode_count=decode_ranks,
             prompts=prompts,
             settings=settings,
+            transport=self.base.scene.transport,
         )
         ranks = (*scene.prefill_ranks, *scene.decode_ranks)
         slow = tuple(rank for rank in ranks if rng.random() < 0.08)
