@@ -27,7 +27,7 @@ from lab.sim.agenda import Agenda
 from lab.sim.checkers import SimulationError
 from lab.sim.handoff import STEP_COUNT_MAX, HandoffWorld, Seen
 from lab.sim.handoff_ends import check_drained, check_sparing
-from lab.sim.pairs_conditions import IDLE_LONG_S, draw_pairs_conditions, pair_share
+from lab.sim.pairs_conditions import IDLE_LONG_S, draw_pairs_conditions
 from lab.sim.pairs_router import Router
 from lab.worlds import actions as do
 from lab.worlds.scene import DECODE, PREFILL, identity_of
@@ -238,11 +238,8 @@ class PairsSimulation:
         return taken + self._share_of(couple) <= self.conditions.landing_bytes_max
 
     def _share_of(self, couple: Couple) -> int:
-        area_bytes = self.conditions.base.scene.settings.bounds.area_bytes
         ranks = self.instances[couple[0]].ranks
-        return pair_share(
-            self.conditions.landing_bytes_max, self.conditions.peers_max, area_bytes, ranks
-        )
+        return self.conditions.bounds_of(ranks).landing_bytes_max
 
     def _let_meet(self, world: HandoffWorld) -> None:
         """The lines of a pair are opened; where one is late, the parties greet each other."""

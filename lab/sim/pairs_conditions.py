@@ -17,10 +17,12 @@ from lab.sim.handoff_conditions import (
     draw_handoff_conditions,
 )
 from lab.worlds.scene import Prompt, Scene, shares
+from penstock_serve.engine.peers import bounds_of_pair
 
 if TYPE_CHECKING:
     from random import Random
 
+    from penstock.handoff import HandoffBounds
     from penstock.handoff.protocol.grid import Grid
 
 LAYER_COUNT = 2
@@ -70,32 +72,26 @@ class PairsConditions:
     cut_count: int
     suspicion_count: int
 
+    def bounds_of(self, prefill_ranks: int) -> HandoffBounds:
+        """What one pair gets of a decode rank's landing memory."""
+        bounds = replace(self.base.scene.settings.bounds, landing_bytes_max=self.landing_bytes_max)
+        return bounds_of_pair(bounds, prefill_ranks=prefill_ranks, peers_max=self.peers_max)
+
     def pair_conditions(
         self, rng: Random, *, prefill_ranks: int, decode_ranks: int, prompts: dict[str, Prompt]
     ) -> HandoffConditions:
         """The conditions of one pair of instances."""
-        bounds = self.base.scene.settings.bounds
-        share = pair_share(self.landing_bytes_max, self.peers_max, bounds.area_bytes, prefill_ranks)
-        retired = max(bounds.area_bytes, min(bounds.retired_bytes_max, share))
-        settings = replace(
-            self.base.scene.settings,
-            bounds=replace(bounds, landing_bytes_max=share, retired_bytes_max=retired),
-        )
+        settings = self.base.scene.settings
         scene = Scene(
             prefill_count=prefill_ranks,
             decode_count=decode_ranks,
             prompts=prompts,
-            settings=settings,
+            settings=replace(settings, bounds=self.bounds_of(prefill_ranks)),
             transport=self.base.scene.transport,
         )
         ranks = (*scene.prefill_ranks, *scene.decode_ranks)
         slow = tuple(rank for rank in ranks if rng.random() < 0.08)
         return replace(self.base, scene=scene, slow=slow)
-
-
-def pair_share(landing_bytes_max: int, peers_max: int, area_bytes: int, prefill_ranks: int) -> int:
-    """What one pair gets of a decode rank's landing memory, as in `penstock_serve.engine.peers`."""
-    return max(landing_bytes_max // peers_max, area_bytes * prefill_ranks)
 
 
 def prompt_of(asked: Asked, handoff: str, *, prefill_ranks: int, decode_ranks: int) -> Prompt:

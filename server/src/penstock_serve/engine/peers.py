@@ -58,7 +58,7 @@ from penstock_serve.engine.steps import HandedCounts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock import HandoffResult, HandoffSettings
+    from penstock import HandoffBounds, HandoffResult, HandoffSettings
     from penstock.tensors import TensorTier
     from penstock.toolkit import Waitable
     from penstock_serve.engine.architecture import Architecture
@@ -344,13 +344,9 @@ class Peers:
     def _settings(self, pair: PairSpec) -> HandoffSettings:
         """The settings with the share of the landing memory that one pair gets."""
         settings = handoff_settings(self.spec.config, self.spec.engine.device)
-        bounds = settings.bounds
-        needed = bounds.area_bytes * pair.prefill.ranks
-        share = max(bounds.landing_bytes_max // self._table.peers_max, needed)
-        retired = max(bounds.area_bytes, min(bounds.retired_bytes_max, share))
-        return replace(
-            settings, bounds=replace(bounds, landing_bytes_max=share, retired_bytes_max=retired)
-        )
+        ranks, peers_max = pair.prefill.ranks, self._table.peers_max
+        bounds = bounds_of_pair(settings.bounds, prefill_ranks=ranks, peers_max=peers_max)
+        return replace(settings, bounds=bounds)
 
     def _open_side(
         self, pair: HandoffPair, settings: HandoffSettings, *, decodes: bool
@@ -381,6 +377,13 @@ def peers_of(
     if not spec.hands_over:
         return None
     return Peers(spec, architecture, tier=tier, rank=rank)
+
+
+def bounds_of_pair(bounds: HandoffBounds, *, prefill_ranks: int, peers_max: int) -> HandoffBounds:
+    """What one pair gets of the memory of all: each prefill rank needs an area at least."""
+    share = max(bounds.landing_bytes_max // peers_max, bounds.area_bytes * prefill_ranks)
+    retired = max(bounds.area_bytes, min(bounds.retired_bytes_max, share))
+    return replace(bounds, landing_bytes_max=share, retired_bytes_max=retired)
 
 
 def pair_of(
