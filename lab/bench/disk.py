@@ -1,7 +1,7 @@
 """The disk tier on this machine's disk, beside `fio` and beside plain threads.
 
-All sides move the same bytes with operations of the same size, direct I/O and as many threads, in
-turn in every round; the files lie in one folder.
+All sides move as many bytes with operations of the same size, direct I/O and as many threads, in
+turn in every round; the files lie in one folder. All but fio use the memory of one arena.
 
 | side             | what it does                                                              |
 |------------------|---------------------------------------------------------------------------|
@@ -44,6 +44,8 @@ from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from lab.bench.report import BenchReport
 
@@ -107,8 +109,8 @@ def _measure(report: BenchReport, folder: Path, way: Way, rounds: int) -> None:
         sides["penstock"] = disk.round
         if shutil.which("fio") is not None:
             sides["fio"] = lambda: _fio(folder, way)
-        sides["threads"] = lambda: _threads(folder, way)
-        sides["threads + sums"] = lambda: _threads(folder, way, sums=disk.sums)
+        sides["threads"] = lambda: _threads(folder, way, disk.memory)
+        sides["threads + sums"] = lambda: _threads(folder, way, disk.memory, sums=disk.sums)
         rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(-1, rounds):  # The first round makes files and fills caches.
             report.progress(f"disk, blocks of {way.name}: round {number + 1} of {rounds}")
@@ -163,6 +165,8 @@ class DiskRounds:
         )
         self._tier = DiskTier(folder, size_bytes=TIER_BYTES, threads=THREADS)
         self._tickets = 0
+        self.memory = host.arena.bytes[host.blocks_offset :][: way.round_bytes]
+        """All blocks. Rates depend on how its pages lie, so that other sides use it as well."""
         self.sums = PackedSums(layout, Algorithm.XXH3)
 
     def __enter__(self) -> DiskRounds:
@@ -241,7 +245,9 @@ def _fio(folder: Path, way: Way) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def _threads(folder: Path, way: Way, *, sums: PackedSums | None = None) -> tuple[float, float]:
+def _threads(
+    folder: Path, way: Way, memory: NDArray[np.uint8], *, sums: PackedSums | None = None
+) -> tuple[float, float]:
     """The same with threads of Python, without a tier around it."""
     keys = [bytes(KEY_BYTES)] * (way.operation_bytes // way.block_bytes)
 
@@ -249,15 +255,12 @@ def _threads(folder: Path, way: Way, *, sums: PackedSums | None = None) -> tuple
         os.preadv(fd, buffers, offset)
         if sums is not None:
             places = np.arange(offset, offset + way.operation_bytes, way.block_bytes)
-            sums.sum_pairs(touched, places, keys, (0, 1))
+            sums.sum_pairs(memory, places, keys, (0, 1))
 
     file = folder / "threads.img"
     count = way.round_bytes // way.operation_bytes
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    memory = mmap.mmap(-1, way.round_bytes)
-    touched = np.frombuffer(memory, dtype=np.uint8)
-    touched[:: mmap.PAGESIZE] = 1  # An arena has its pages, too.
-    views = list(_pieces(memory, way))
+    views = list(_pieces(memory.data, way))
     try:
         os.posix_fallocate(fd, 0, way.round_bytes)
         rates = []
@@ -275,11 +278,12 @@ def _threads(folder: Path, way: Way, *, sums: PackedSums | None = None) -> tuple
 
 def read_with_threads(folder: Path, way: Way) -> float:
     """Bytes a second that plain threads read, direct I/O, from a file that was just written."""
-    return _threads(folder, way)[1]
+    memory = np.frombuffer(mmap.mmap(-1, way.round_bytes), dtype=np.uint8)
+    memory[:: mmap.PAGESIZE] = 1  # An arena has its pages, too.
+    return _threads(folder, way, memory)[1]
 
 
-def _pieces(memory: mmap.mmap, way: Way) -> Iterator[list[memoryview]]:
-    whole = memoryview(memory)
+def _pieces(whole: memoryview, way: Way) -> Iterator[list[memoryview]]:
     for first in range(0, way.round_bytes - way.operation_bytes + 1, way.operation_bytes):
         yield [
             whole[at : at + way.block_bytes]
