@@ -93,8 +93,9 @@ def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
 
     one = conditions.settings.rank_count == 1
     # Drawn as when there was a third way, also below: old seeds are the worlds that they were.
-    messages = (Way.MESSAGES, Way.MESSAGES)
-    way = rng.choice((Way.HERE, *messages) if one else messages)
+    # Where it was, an engine is mistaken now.
+    drawn = rng.choice(("here", "mistaken", "messages") if one else ("mistaken", "messages"))
+    way = Way.HERE if drawn == "here" else Way.MESSAGES
     timeout_s = conditions.settings.operation_timeout_s
     delay_s = rng.choice((0.1, 1.0)) * timeout_s / 80
     owner_s = timeout_s / (40 if conditions.healthy else rng.choice((40, 40, 8)))
@@ -113,6 +114,8 @@ def draw_runtime_conditions(rng: Random) -> tuple[Conditions, Ways]:
         shutdown=not conditions.healthy and rng.random() < 0.3,
         drain_s=rng.choice((0.0, 0.1, 2.0)) * timeout_s,
     )
+    if drawn != "mistaken":
+        ways = replace(ways, cut=0.0)
     if way is Way.HERE:
         # The one rank cannot die without the owner.
         conditions = replace(conditions, death=0.0)
