@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,8 @@ class PairTable:
         """`loop` has the clock and the timers."""
         self._loop = loop
         self._open: dict[Couple, _Introduced] = {}
+        self._of: dict[InstanceLink, dict[Couple, _Introduced]] = {}
+        """The open pairs of each instance."""
         self._opened_count = 0
         self._failed: dict[Couple, float] = {}
         """Pairs that could not be opened, and when."""
@@ -62,6 +65,7 @@ class PairTable:
         self._told: dict[tuple[str, str], str] = {}
         """Why two instances cannot hand over to each other, by their names; each is logged once."""
         self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
 
     @property
     def names(self) -> list[tuple[str, str]]:
@@ -101,15 +105,16 @@ class PairTable:
         pair = self._open[couple]
         pair.uses += 1
         pair.used_at = self._loop().time()
-        self._set_alarm()
 
     def release(self, prefill: InstanceLink, decode: InstanceLink) -> None:
         """A request in a pair has ended; the pair may be gone with one of the two."""
-        pair = self._open.get((prefill, decode))
+        couple = prefill, decode
+        pair = self._open.get(couple)
         if pair is not None and pair.uses:
             pair.uses -= 1
             pair.used_at = self._loop().time()
-            self._set_alarm()
+            if not pair.uses:
+                self._set_alarm(self._idle_until(couple))
 
     def note_failure(self, link: InstanceLink, failed: ms.PairFailed) -> None:
         """An instance could not open a pair: it is closed on the other side, too."""
@@ -123,7 +128,6 @@ class PairTable:
         """Closes the pairs of an instance, also those in use: what it computes has changed."""
         for couple in self._pairs_of(link):
             self._close(couple)
-        self._set_alarm()
 
     def remove(self, link: InstanceLink) -> None:
         """An instance is gone: its peers close their pairs with it.
@@ -131,17 +135,17 @@ class PairTable:
         A moment later: until then, its requests are sent elsewhere, so that a peer gets a new
         handoff for a prompt before the old one ends.
         """
-        for couple in [each for each in self._open if link in each]:
-            del self._open[couple]
+        for couple in self._pairs_of(link):
+            self._forget(couple)
             self._closing.append(couple)
         self._loop().call_soon(self._send_closing)
         self._failed = {each: at for each, at in self._failed.items() if link not in each}
-        self._set_alarm()
 
     def close(self) -> None:
         """Stops the timer; instances close their pairs when their server is gone."""
         self._open.clear()
-        self._set_alarm()
+        self._of.clear()
+        self._set_alarm(math.inf)
 
     def _introduce(self, prefill: InstanceLink, decode: InstanceLink) -> None:
         ready, other = prefill.ready, decode.ready
@@ -149,7 +153,9 @@ class PairTable:
         assert other is not None
         assert ready.engine is not None
         assert other.engine is not None
-        self._open[prefill, decode] = _Introduced(0, self._loop().time())
+        pair = self._open[prefill, decode] = _Introduced(0, self._loop().time())
+        for link in (prefill, decode):
+            self._of.setdefault(link, {})[prefill, decode] = pair
         self._opened_count += 1
         message = OpenPair(
             pair=PairSpec(prefill=ready.engine, decode=other.engine, number=self._opened_count)
@@ -160,8 +166,15 @@ class PairTable:
         logger.info("pair opened: prefill=%s decode=%s", prefill.name, decode.name)
 
     def _close(self, couple: Couple) -> None:
-        del self._open[couple]
+        self._forget(couple)
         self._send_close(couple)
+
+    def _forget(self, couple: Couple) -> None:
+        del self._open[couple]
+        for link in couple:
+            del self._of[link][couple]
+            if not self._of[link]:
+                del self._of[link]
 
     def _send_closing(self) -> None:
         couples, self._closing = self._closing, []
@@ -178,13 +191,13 @@ class PairTable:
 
     def _pairs_of(self, link: InstanceLink) -> list[Couple]:
         """The open pairs of an instance, the least recently used first."""
-        found = [couple for couple in self._open if link in couple]
-        return sorted(found, key=lambda couple: self._open[couple].used_at)
+        return sorted(self._of.get(link, ()), key=lambda couple: self._open[couple].used_at)
 
     def _has_room(self, link: InstanceLink) -> bool:
-        pairs = self._pairs_of(link)
-        idle = any(not self._open[couple].uses for couple in pairs)
-        return idle or len(pairs) < _table_of(link).peers_max
+        pairs = self._of.get(link, {})
+        if len(pairs) < _table_of(link).peers_max:
+            return True
+        return any(not pair.uses for pair in pairs.values())
 
     def _make_room(self, link: InstanceLink) -> None:
         """Closes a pair if an instance has as many as it may have open."""
@@ -200,21 +213,27 @@ class PairTable:
         return self._open[couple].used_at + idle_s
 
     def _close_idle(self) -> None:
-        self._alarm = None
-        now = self._loop().time()
+        self._alarm, self._alarm_at = None, math.inf
+        now, next_at = self._loop().time(), math.inf
         for couple, pair in list(self._open.items()):
-            if not pair.uses and self._idle_until(couple) <= now:
-                self._close(couple)
-        self._set_alarm()
+            if not pair.uses:
+                until = self._idle_until(couple)
+                if until <= now:
+                    self._close(couple)
+                else:
+                    next_at = min(next_at, until)
+        self._set_alarm(next_at)
 
-    def _set_alarm(self) -> None:
-        """Looks again when the first pair may be idle for long enough."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        dues = [self._idle_until(couple) for couple, pair in self._open.items() if not pair.uses]
-        if dues:
-            self._alarm = self._loop().call_at(min(dues), self._close_idle)
+    def _set_alarm(self, at: float) -> None:
+        """Looks by then which pairs are idle for long enough; infinite: there is nothing to see.
+
+        One that is used again meanwhile leaves its alarm behind, which then finds the next.
+        """
+        if at < self._alarm_at or at == math.inf:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm_at = at
+            self._alarm = None if at == math.inf else self._loop().call_at(at, self._close_idle)
 
 
 def _table_of(link: InstanceLink) -> HandoffTable:
