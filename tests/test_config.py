@@ -289,7 +289,7 @@ def test_hits_without_selective_are_refused() -> None:
         (
             ("memory", "memroy"),
             "kind: is 'memroy', must be one of memory, host, disk, redis, mooncake, objects, "
-            "shared; did you mean memory?",
+            "shared, peers; did you mean memory?",
         ),
         (('kind = "memory"', ""), "kind: is missing; must be one of memory"),
         (('name = "host"', ""), "name: is missing; must be a string"),

@@ -24,7 +24,7 @@ it, for itself."""
 MAY_HAVE_THREADS = (
     *("testing/", "demo/", "store/disk", "store/shared", "store/stored_tier.py", ENCODES),
     *("connectors/handoff/requests.py", "replay/trace.py", "store/clients/redis"),
-    "store/clients/blobs.py",
+    *("store/clients/blobs.py", "store/peers/network.py"),
     *("replay/plan.py",),
     *("store/process/tier_slots", "store/clients/mooncake.py", "store/clients/objects.py"),
     "server/access_log.py",

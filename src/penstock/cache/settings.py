@@ -237,7 +237,7 @@ class CacheSettings:
         for position, tier in enumerate(self.tiers):
             feeder = self.device if position == 0 else self.tiers[0]
             place = f"tier {tier.name!r}: write"
-            if tier.write.kind is WriteKind.NONE:
+            if tier.write.kind is WriteKind.NONE and not tier.stored:
                 raise ConfigError(
                     place,
                     "is 'none': nothing would ever be written into it, so it can never fill; "

@@ -106,7 +106,7 @@ def require_socket(key: str, host: str) -> None:
         )
 
 
-def port_range(ports: str) -> range:
+def port_range(ports: str, *, key: str = "serve.ports") -> range:
     """The ports that a process may listen on; empty: any.
 
     Raises `ConfigError`: it is neither a port nor a range of them.
@@ -121,7 +121,7 @@ def port_range(ports: str) -> range:
         return range(0)
     if not 1 <= low <= high <= PORT_MAX:
         raise ConfigError(
-            "serve.ports",
+            key,
             f"is {ports!r}, must be '0' for any, a port, or a range of ports from 1 to "
             f"{PORT_MAX} such as '5200-5299'",
         )
@@ -570,10 +570,54 @@ class OtherStoreSettings(SharedOptions):
         return self.store.partition(":")[2]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings(SharedOptions):
+    """Where this engine lends its host memory, and whose it reads."""
+
+    listen: Text
+    """`HOST:PORT` where other engines reach this one, or `unix:/PATH`."""
+    peers: Text
+    """Those of the others, separated by commas; a name stands for all its addresses, so that of a
+    headless Kubernetes service for all pods. This engine may be among them."""
+    keys_file: Text = ""
+    """Keys of the machines, needed off the loopback interface."""
+    ports: Text = "0"
+    """For connections of peers, two each: a range such as `"5300-5399"`; `"0"`: any."""
+    timeout_s: TimeoutS = 1.0
+
+    def _require_sense(self) -> None:
+        port_range(self.ports, key="ports")
+        for key, text in (("listen", self.listen), *(("peers", each) for each in self.addresses)):
+            self._require_address(key, text)
+        if not self.addresses:
+            raise ConfigError("peers", "is '', must name other engines: HOST:PORT, or unix:/PATH")
+
+    def _require_address(self, key: str, text: str) -> None:
+        if text.startswith(UNIX):
+            require_socket(key, text)
+            return
+        found = _NODE.fullmatch(text)
+        if found is None or not found["port"] or not 0 < int(found["port"]) <= PORT_MAX:
+            raise ConfigError(key, f"has {text!r}, must be HOST:PORT or unix:/PATH")
+        near = found["host"] == "localhost" or found["host"].startswith("127.")
+        if not near and not self.keys_file:
+            raise ConfigError(
+                "keys_file",
+                f"is '' while {key} has {text!r}, which other machines can reach: must be the file "
+                "of the keys of the machines, made by `penstock keys new`",
+            )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the others, as they are given."""
+        return tuple(filter(None, (each.strip() for each in self.peers.split(","))))
+
+
 CLIENT_SETTINGS: Mapping[str, Callable[..., SharedOptions]] = {
     "redis": RedisSettings,
     "mooncake": MooncakeSettings,
     "objects": ObjectSettings,
     "shared": OtherStoreSettings,
+    "peers": PeerSettings,
 }
 """The settings of each kind of shared store, made from the keys of its tier."""

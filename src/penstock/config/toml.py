@@ -30,6 +30,7 @@ from penstock.cache.settings import BLOCKS_MAX, CacheSettings, TierSettings, Wri
 from penstock.config.values import (
     DEVICE_NAME,
     NOT_COMPRESSED,
+    PEERS,
     STORED_KINDS,
     TIER_KIND,
     TIER_KINDS,
@@ -339,6 +340,8 @@ def _read_tier_and_kind(
             "'objects' have it",
         )
     table = _Table(place, given, {**TIER_KEYS, **own}, optional=["blocks"])
+    if kind == PEERS and "write" not in given:
+        table.values["write"] = WriteKind.NONE
     options = {name: table.values[name] for name in own}
     with _spelled_as_in_the_file({"": place}):
         made_of = TierKind(options=options, **table.fields_of(TierKind))

@@ -39,7 +39,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from penstock.cache.settings import BLOCKS_MAX, COUNT_MAX, CacheSettings
+from penstock.cache.settings import BLOCKS_MAX, COUNT_MAX, CacheSettings, WriteKind
 from penstock.config.shared_stores import (
     ANYWHERE,
     CLIENT_SETTINGS,
@@ -50,6 +50,7 @@ from penstock.config.shared_stores import (
     MooncakeSettings,
     ObjectSettings,
     OtherStoreSettings,
+    PeerSettings,
     RedisSettings,
     port_range,
     require_address,
@@ -195,6 +196,7 @@ NOT_COMPRESSED = {
     "host": "its blocks are in memory, and are copied at more than the rate of compression",
     "disk": "slots of its files have one size, so compressed blocks would take as much room",
     "mooncake": "its links are quicker than compression",
+    "peers": "its blocks are in the memory of engines",
 }
 """Kinds without the key `compression`, and why."""
 TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
@@ -205,8 +207,11 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "mooncake": settings_of(MooncakeSettings),
     "objects": settings_of(ObjectSettings),
     "shared": settings_of(OtherStoreSettings),
+    "peers": settings_of(PeerSettings),
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
+PEERS = "peers"
+"""The kind whose blocks lie in the host memory of engines."""
 SHARED_KINDS = frozenset(CLIENT_SETTINGS)
 """Kinds that many engines share: somebody else keeps their blocks."""
 STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
@@ -281,7 +286,8 @@ class TierKind:
     """What a tier is made of, with the settings that only this kind has."""
 
     name: Annotated[str, String(), "kind"]
-    """`memory`, `host`, `disk`, `redis`, `mooncake`, `objects`, `shared`, or an installed one."""
+    """`memory`, `host`, `disk`, `redis`, `mooncake`, `objects`, `shared`, `peers`, or an installed
+    one."""
     options: Mapping[str, Value] = field(default_factory=dict)
     required: YesNo = False
     """True (not for stored tiers): no memory for the tier is an error; false: the cache runs
@@ -594,6 +600,7 @@ class Config:
             )
         self._require_kinds_that_suit()
         self._require_stored_tiers()
+        self._require_peers()
         if self.equal_ranks:
             self._require_shared_hub()
         if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
@@ -630,6 +637,29 @@ class Config:
                     f"are {dict(quotas)}, must be left out for kind {kind.name!r}: what a shared "
                     "store keeps is its own choice, and it does not count by tenant",
                 )
+
+    def _require_peers(self) -> None:
+        """Nobody writes into the memory of another engine, and one way there is enough."""
+        kinds = [kind.name for kind in self.tier_kinds]
+        for index, (tier, kind) in enumerate(zip(self.cache.tiers, kinds, strict=True)):
+            reads_only = tier.write.kind is WriteKind.NONE
+            if kind == PEERS and not reads_only:
+                raise ConfigError(
+                    f"tiers[{index}].write",
+                    f"is {tier.write.kind.value!r}, must be 'none' for kind 'peers': engines read "
+                    "blocks out of each other's memory, and write none into it",
+                )
+            if tier.stored and reads_only and kind != PEERS:
+                raise ConfigError(
+                    f"tiers[{index}].write",
+                    f"is 'none', which only kind 'peers' can have: this engine would write nothing "
+                    f"into a tier of kind {kind!r}",
+                )
+        if kinds.count(PEERS) > 1:
+            raise ConfigError(
+                f"tiers[{len(kinds) - 1 - kinds[::-1].index(PEERS)}].kind",
+                "is 'peers' a second time, must be so once: one tier can name all of them",
+            )
 
     def _require_shared_hub(self) -> None:
         if self.cache.rank_count == 1:

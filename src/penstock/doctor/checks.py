@@ -30,6 +30,7 @@ from penstock.config.shared_stores import (
     MooncakeSettings,
     Node,
     ObjectSettings,
+    PeerSettings,
     RedisSettings,
     port_range,
 )
@@ -465,7 +466,7 @@ def _wanted_extras(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 def _extras_of_tier(name: str, kind: TierKind) -> Iterator[tuple[str, str]]:
     options = kind.options
-    in_extra = kind.name in STORE_KINDS and kind.name != "shared"
+    in_extra = kind.name in STORE_KINDS and kind.name not in ("shared", "peers")
     if in_extra and not str(options.get("url", "")).startswith("file:"):
         yield kind.name, f"tier {name!r} is of kind {kind.name!r}"
     if options.get("compression", "off") != "off":
@@ -495,6 +496,8 @@ def _store_finding(facts: MachineFacts, name: str, settings: object) -> DoctorFi
         return _ok(f"tier {name!r}: not asked; `penstock store probe` does")
     problems = {node: facts.reach(*node) for node in nodes}
     seen = "; ".join(f"{node}: {why or 'somebody listens'}" for node, why in problems.items())
+    if all(problems.values()) and isinstance(settings, PeerSettings):
+        return _warning(f"tier {name!r}: {seen}", "start the other engines, or mend peers")
     if all(problems.values()):
         return _problem(
             f"tier {name!r}: {seen}",
@@ -510,6 +513,11 @@ def _nodes_of(settings: object) -> list[Node]:
     """The servers of a store that can be asked without its own client."""
     if isinstance(settings, RedisSettings):
         return list(settings.nodes)
+    if isinstance(settings, PeerSettings):
+        dialled = [each for each in settings.addresses if not each.startswith(UNIX)]
+        return [
+            Node(host, int(port)) for host, _, port in (each.rpartition(":") for each in dialled)
+        ]
     if isinstance(settings, MooncakeSettings):
         found = MASTER.fullmatch(settings.master)
         return [Node(found["host"], int(found["port"]))] if found and found["port"] else []

@@ -40,6 +40,7 @@ from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import DropBlocks, Effect
 from penstock.machine.gate import Rates
+from penstock.machine.hub_log import HubLog
 from penstock.machine.kv_events import EventLog
 
 if TYPE_CHECKING:
@@ -296,6 +297,7 @@ class Books:
         self.departed = Departed(settings.departed_count)
         self.history = History(settings.story_count)
         self.kv_events = EventLog(settings.event_count)
+        self.hub_log = HubLog()
         self.counters = MachineCounters(
             tokens_cached_by_tier=[0] * len(self.tiers),
             blocks_evicted_by_tier=[0] * len(self.tiers),
@@ -666,6 +668,7 @@ class Books:
     ) -> None:
         if tier.index == HUB:
             leave_hub(self, numbers, keys)
+            self.hub_log.note(keys)
         evicted = departure.reason is MissReason.EVICTED
         refusable = evicted and any(fed.may_refuse for fed in self.fed_by(tier.index))
         announced = self._announced(numbers, keys)

@@ -21,7 +21,7 @@ import numpy as np
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import BlockFault, Operation, Outcome, Purpose
-from penstock.cache.settings import DEVICE
+from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FILLING, LEAVING, READY, OperationMove, OperationState
 from penstock.machine.effects import Abandon, Copy, Ended, Settled
 
@@ -272,6 +272,8 @@ def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
     Readers are not told of blocks of other weights: no prompt can ask for them now.
     """
     keys = books.nodes.keys_of(nodes.tolist())
+    if tier.index == HUB:
+        books.hub_log.note(keys)
     known = books.nodes.of_weights_now(nodes)
     if not len(known):
         return keys

@@ -13,6 +13,7 @@ import reprlib
 from typing import TYPE_CHECKING
 
 from penstock.cache.operations import Purpose
+from penstock.cache.settings import HUB
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import acquire, copies, faults, gate, leases, offload, writes
@@ -22,6 +23,7 @@ from penstock.machine.books import Books
 from penstock.machine.matching import find
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
 from penstock.machine.stored import count_sinking
+from penstock.vocabulary.checksums import life_salt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation, Outcome
     from penstock.cache.settings import CacheSettings
     from penstock.machine.effects import Effect
+    from penstock.machine.hub_log import HubChanges
     from penstock.machine.kv_events import KvEvent, Snapshot
     from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
@@ -204,6 +207,30 @@ class CacheMachine:
     def kv_snapshot(self) -> Snapshot:
         """All that can be matched now, tier by tier."""
         return self._books.kv_events.snapshot(self._books.nodes, self._books.owned_tiers())
+
+    def follow_hub(self, *, follow: bool) -> None:
+        """From now on notes what comes to the hub and leaves it, beginning with all; or does not.
+
+        Who follows takes the changes in every step.
+        """
+        if follow:
+            self._books.hub_log.follow(self._books.nodes, self._books.tier(HUB))
+        else:
+            self._books.hub_log.leave()
+
+    def take_hub_changes(self, lent_in: int, limit: int) -> tuple[HubChanges, int]:
+        """What has changed in the hub, of blocks that may go to the tier `lent_in`.
+
+        And the salt of the sums there.
+        """
+        books = self._books
+        changes = books.hub_log.take(books.nodes, books.tier(HUB), lent_in, limit)
+        return changes, life_salt(books.ledger.incarnation, books.ledger.epoch)
+
+    @property
+    def has_hub_changes(self) -> bool:
+        """Whether `take_hub_changes` has something to give."""
+        return self._books.hub_log.has_more
 
     def _follow_up(self, now: float) -> None:
         """Deals with operations that ended within this event."""

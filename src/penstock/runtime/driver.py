@@ -503,6 +503,7 @@ class Driver:
                         each for each in self.handle(event) if not isinstance(each, answers)
                     ]
         stored.forget_all_but(self.machine.operations)
+        stored.lend(self.machine)
         stored.dispatch()
         self._check_resets(stored)
         return effects

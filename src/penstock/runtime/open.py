@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import HUB
 from penstock.config import Config, load_config
-from penstock.config.values import SHARED_KINDS
+from penstock.config.values import PEERS, SHARED_KINDS
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
@@ -304,7 +304,9 @@ def _stored_tiers(
         for index, kind in enumerate(config.tier_kinds, start=HUB)
         if kind.name in SHARED_KINDS
     }
-    stored = StoredTiers(link, tuple(tiers), offer=offer, asked=asked)
+    kinds = enumerate(config.tier_kinds, start=HUB)
+    lent_in = next((index for index, kind in kinds if kind.name == PEERS), None)
+    stored = StoredTiers(link, tuple(tiers), offer=offer, asked=asked, lent_in=lent_in)
     return stored, dict.fromkeys(tiers, STARTING)
 
 

@@ -52,7 +52,7 @@ from penstock.store.process.link import (
     StoreLost,
     Voided,
 )
-from penstock.store.process.messages import StoreConfig, StoreState, StoreTierConfig
+from penstock.store.process.messages import CHANGES_MAX, StoreConfig, StoreState, StoreTierConfig
 from penstock.transport.unix_sockets import shared_folder
 from penstock.transport.waiting import wait_any
 
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
+    from penstock.machine.machine import CacheMachine
     from penstock.store.base import TierState
     from penstock.store.process.client import ArenaOffer
     from penstock.store.process.link import StoreLink, StoreResult
@@ -172,6 +173,7 @@ class StoredTiers:
         offer: The arena of a rank in this process; others offer theirs themselves.
         asked: How long a question may take, in seconds, by the index of tiers that do not list what
             they have.
+        lent_in: The index of the tier by which other engines read the hub, if there is one.
         clock: In seconds.
     """
 
@@ -182,12 +184,17 @@ class StoredTiers:
         *,
         offer: ArenaOffer | None = None,
         asked: Mapping[int, float] | None = None,
+        lent_in: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.link = link
         self._offer = offer
         self.tiers = tuple(tiers)
         self._asked = dict(asked or {})
+        self._lent_in = lent_in
+        self._lending = False
+        """Whether the store is told what lies in the hub."""
+        self._lends_anew = self._lends_more = False
         self._clock = clock
         self.states: dict[int, TierState] = {}
         """What the store last said of each tier."""
@@ -218,7 +225,7 @@ class StoredTiers:
 
     def has_news(self) -> bool:
         """Whether `collect` may have something before `next_due`; cheap."""
-        if self._answered or self.link.ready:
+        if self._answered or self.link.ready or self._lends_more:
             return True
         if self._watch is None:
             self._watch = select.poll()
@@ -229,7 +236,7 @@ class StoredTiers:
     @property
     def next_due(self) -> float:
         """When time alone gives `collect` something to do."""
-        if self.link.ready or self._answered:
+        if self.link.ready or self._answered or self._lends_more:
             return -math.inf
         alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
         now = self._clock()
@@ -380,6 +387,19 @@ class StoredTiers:
             self._searches.pop(lease, None)
             yield Searched(lease=lease)
 
+    def lend(self, machine: CacheMachine) -> None:
+        """Tells the store what has come to the hub and left it, for other engines to read."""
+        tier = self._lent_in
+        if tier is None:
+            return
+        if self._on[tier] is not self._lending or self._lends_anew:
+            self._lending, self._lends_anew = self._on[tier], False
+            machine.follow_hub(follow=self._lending)
+        if machine.has_hub_changes:
+            changes, salt = machine.take_hub_changes(tier, CHANGES_MAX)
+            self.link.tell_hub(tier, changes.keys, changes.slots, salt, changes.gone)
+        self._lends_more = machine.has_hub_changes
+
     def forget_all_but(self, under_way: Collection[OperationId]) -> None:
         """Forgets operations that have ended."""
         self._operations.intersection_update(under_way)
@@ -399,6 +419,8 @@ class StoredTiers:
                 yield from self._found(result)
             case Voided():
                 self._listed.discard(result.tier)
+                if result.tier == self._lent_in:
+                    self._lends_anew = True  # What came since the reset is all that it lends.
                 yield TierVoided(tier=result.tier, own=result.own)
             case StoreState():
                 self.states[result.tier] = result.state

@@ -143,6 +143,20 @@ class FoundBlocks(NamedTuple):
     """Whether the first block that is not there was written in a form that cannot be read here."""
 
 
+class LentBlocks(NamedTuple):
+    """Blocks that an engine has in its arenas, for others to read."""
+
+    life: int
+    """Of the engine."""
+    arenas: Sequence[MappedArena]
+    """Of all its ranks; each part once."""
+    space: Space
+    keys: Sequence[Key]
+    slots: Sequence[int]
+    salt: int
+    """Of the sums of these slots."""
+
+
 class EndedJob(NamedTuple):
     """A job that the tier is through with."""
 
@@ -202,6 +216,12 @@ class StoreTier(ABC):
 
     def detach(self, arena: MappedArena) -> None:  # noqa: B027
         """An arena is unmapped next; no job uses it."""
+
+    def lend(self, blocks: LentBlocks, gone: Sequence[Key]) -> None:  # noqa: B027
+        """An engine has these blocks now; those that are `gone` it has no longer."""
+
+    def end_lending(self, life: int) -> None:  # noqa: B027
+        """An engine has gone, with all that it lent."""
 
     @abstractmethod
     def save(self, job: SaveJob) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from msgspec import structs
 
+from penstock.config.values import PEERS
 from penstock.errors import UnavailableError
 from penstock.store.base import (
     DIGEST_BYTES,
@@ -170,6 +171,8 @@ class TierProbe:
             undo.callback(self._forget, config)
             undo.callback(lambda: tier.close(deadline=time.monotonic() + timeout_s))
             return tier
+        if config.kind == PEERS:
+            raise UnavailableError("nothing can be written there: it is the memory of engines")
         folder = Path(config.folder) / f"probe-{secrets.token_hex(4)}"
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         disk = TIER_KINDS[config.kind](

@@ -58,6 +58,7 @@ from penstock.store.process.messages import (
     FindRequest,
     GenerationNotice,
     GoneNotice,
+    HubChanged,
     JobReport,
     LoadRequest,
     OwnerHello,
@@ -82,6 +83,9 @@ from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from penstock.machine.effects import Abandon
     from penstock.store.process.client import SessionNews
@@ -389,6 +393,19 @@ class StoreLink:
         now = self._clock()
         for news in self._session.end("its engine has other weights now", now):
             self._take(news, now, starts=True)
+
+    def tell_hub(
+        self,
+        tier: int,
+        keys: Sequence[Key],
+        slots: NDArray[np.int32],
+        salt: int,
+        gone: Sequence[Key],
+    ) -> None:
+        """Says what lies in the hub and what does no longer, for a tier that lends it."""
+        size = MESSAGE_HEAD_BYTES + len(keys) * BLOCK_BYTES + len(gone) * KEY_BYTES
+        number = self._numbers[tier]
+        self._put(HubChanged(number, b"".join(keys), join_slots(slots), salt, b"".join(gone)), size)
 
     def _put(self, request: AnyStoreRequest, size: int) -> None:
         """Adds a request to the batch; one that is full is sent at once."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.keys import Key
 
-VERSION = 4
+VERSION = 5
 FRAME_BYTES_MAX = 192 << 10
 """What fits into the send buffer that Linux gives a socket by default (208 KiB)."""
 BATCH_BYTES = 128 << 10
@@ -60,6 +60,9 @@ BLOCK_BYTES = 2 * KEY_BYTES + 4
 """What a block of a save costs: its key, its parent and its slot."""
 BLOCKS_MAX = (MESSAGE_BYTES_MAX - MESSAGE_HEAD_BYTES) // BLOCK_BYTES
 """Blocks of one job: 1,818. An operation has 256 by default."""
+
+CHANGES_MAX = 1024
+"""Blocks of one `HubChanged`, and of one step of an engine."""
 
 SLOT = np.dtype("<i4")
 
@@ -166,6 +169,17 @@ class VoidRequest(StoreMessage, array_like=True, frozen=True, gc=False):
     tier: TierNumber
     space: Digest
     """That of the owner, or the one that it had before."""
+
+
+class HubChanged(StoreMessage, array_like=True, frozen=True, gc=False):
+    """What lies in the hub now, on every rank, and what does no longer: for a tier of peers."""
+
+    tier: TierNumber
+    keys: bytes
+    slots: bytes
+    salt: U64
+    """Of the sums in these slots."""
+    gone: bytes
 
 
 class VoidSeen(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -276,6 +290,7 @@ AnyStoreRequest = (
     | PageRequest
     | VoidRequest
     | VoidSeen
+    | HubChanged
     | StorePing
 )
 AnyStoreAnswer = (
@@ -401,8 +416,8 @@ FOLDER_FAILED = 64
 """Its exit status where the socket's folder is of no use, plus the number of the system's error."""
 
 
-FILES = ("path", "key_file")
-TERMS = ("url", "endpoint", "master", "store")
+FILES = ("path", "key_file", "keys_file")
+TERMS = ("url", "endpoint", "master", "store", "listen", "peers")
 """Options that are part of the terms. Others, such as sizes and times, are those of the process."""
 
 

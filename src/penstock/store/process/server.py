@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
-from penstock.store.base import LoadJob, MappedArena, NewGeneration, SaveJob, Space
+from penstock.store.base import LentBlocks, LoadJob, MappedArena, NewGeneration, SaveJob, Space
 from penstock.store.process.messages import (
     PAGE_KEYS_MAX,
     AbandonRequest,
@@ -41,6 +41,7 @@ from penstock.store.process.messages import (
     FindRequest,
     GenerationNotice,
     GoneNotice,
+    HubChanged,
     JobReport,
     LoadRequest,
     OwnerHello,
@@ -328,6 +329,8 @@ class StoreServer:
                 self._void(owner, request)
             case VoidSeen():
                 owner.note_seen(request)
+            case HubChanged():
+                self._lend(owner, request)
             case StorePing():
                 session.answer(StorePong())
             case _:
@@ -365,6 +368,9 @@ class StoreServer:
             for number in [each for jobs in owner.tickets.values() for each in jobs]:
                 self._strays.update((owner.hello.life, self._jobs[number].arena.name))
                 self._cancel(number, "its owner has gone")
+            for slot in owner.tiers:
+                if slot.tier is not None:
+                    slot.tier.end_lending(owner.hello.life)
         arena = self._offers.pop(session, None)
         if arena is not None:
             self._withdraw(arena)
@@ -496,6 +502,25 @@ class StoreServer:
         names: list[int | str] = [owner.hello.life, *owner.ranks]
         return any(self._strays[name] for name in names)
 
+    def _lend(self, owner: OwnerState, notice: HubChanged) -> None:
+        """Passes on what an engine has in its hub; it says all again once the tier is usable."""
+        keys, gone = split_keys(notice.keys), split_keys(notice.gone)
+        slots, slot = split_slots(notice.slots, len(keys)), owner.slot(notice.tier)
+        if slot.tier is None or owner.why_not(notice.tier):
+            return
+        arenas = self._mapped(owner)
+        self._require_slots(arenas, slots)
+        generation = slot.tier.generation(owner.hello.space)
+        assert generation is not None
+        space = Space(owner.hello.space, generation)
+        lent = LentBlocks(owner.hello.life, arenas, space, keys, slots, notice.salt)
+        slot.tier.lend(lent, gone)
+
+    def _require_slots(self, arenas: Sequence[MappedArena], slots: Sequence[int]) -> None:
+        for arena in arenas:
+            if max(slots, default=0) >= arena.host.slot_count:
+                raise PeerError(f"slot is {max(slots)}, must be below {arena.host.slot_count}")
+
     # Jobs.
 
     def _start(self, session: ClientSession, owner: OwnerState, request: JobRequest) -> None:
@@ -519,11 +544,7 @@ class StoreServer:
         places = [(self._arenas[name][-1], ranks) for name, ranks in owner.ranks.items()]
         generation = slot.tier.generation(owner.hello.space)
         assert generation is not None
-        for arena, _ in places:
-            if max(slots, default=0) >= arena.mapped.host.slot_count:
-                raise PeerError(
-                    f"slot is {max(slots)}, must be below {arena.mapped.host.slot_count}"
-                )
+        self._require_slots([arena.mapped for arena, _ in places], slots)
         space = Space(owner.hello.space, generation)
         deadline = self._clock() + min(request.remaining_s, JOB_S_MAX)
         numbers = owner.tickets[request.ticket] = set()

@@ -35,6 +35,7 @@ from penstock.store.base import OPENING, StoreTier, TierState
 from penstock.store.clients.blobs import BlobStore, call_in_thread
 from penstock.store.disk.format import load_cipher
 from penstock.store.disk.tier import DiskTier
+from penstock.store.peers.tier import open_peers
 from penstock.store.process.messages import StoreTierConfig
 from penstock.store.shared.tier import SharedTier
 from penstock.vocabulary.frames import short
@@ -145,7 +146,11 @@ def open_disk(config: StoreTierConfig) -> StoreTier:
     )
 
 
-TIER_KINDS: Mapping[str, OpenTier] = {"disk": open_disk, **dict.fromkeys(CLIENTS, open_shared)}
+TIER_KINDS: Mapping[str, OpenTier] = {
+    "disk": open_disk,
+    "peers": open_peers,
+    **dict.fromkeys(CLIENTS, open_shared),
+}
 """How a tier of each kind is opened. A new kind adds a row."""
 
 RETRY_S = 1.0

@@ -1,0 +1,507 @@
+"""What a store process says to its peers and hears of them, over ZeroMQ, in a thread of its own.
+
+    network = PeerNetwork(settings)
+    network.run()                             # in that thread, until `stop`
+    network.lock, network.books               # what is known, for whoever holds the lock
+    network.ask([(conversation, request)], answers)
+    network.tell()                            # the books have changed: look what is to be said
+
+Channels are those of `penstock.transport`: CURVE keys, heartbeats, a window in each direction. A
+peer that ends, is cut off or stands still is forgotten with all that it listed, and dialled again.
+
+The one rule: whoever waits here has a deadline, and a lost channel answers all its reads at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from penstock.config.shared_stores import UNIX, port_range
+from penstock.errors import ConfigError, PeerError, UnavailableError
+from penstock.store.base import Space
+from penstock.store.clients.blobs import call_in_thread
+from penstock.store.peers.books import PeerBooks
+from penstock.store.peers.lending import ValuesToCopy, answer, fits
+from penstock.store.peers.messages import (
+    ANSWER_BYTES,
+    BlocksRead,
+    LendingEnded,
+    Lends,
+    ReadBlocks,
+    frames,
+)
+from penstock.transport.base import BacklogError, ChannelFailed, Empty, ReceivedFrame
+from penstock.transport.machine_keys import MachineKeys, is_name
+from penstock.transport.waiting import wait_any
+from penstock.transport.zeromq import Listener, dial
+from penstock.transport.zmq_link import ChannelSettings
+from penstock.vocabulary.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+    from queue import SimpleQueue
+
+    from penstock.config.shared_stores import PeerSettings
+    from penstock.store.peers.books import Conversation
+    from penstock.store.peers.lending import Lender, Span
+    from penstock.store.peers.messages import AnyPeerMessage
+    from penstock.transport.base import Waitable
+    from penstock.transport.zmq_channel import ZmqChannel
+    from penstock.vocabulary.keys import Key
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S, SILENCE_S = 0.5, 2.0
+"""A peer that stands still is forgotten after both; a read of it has its own, shorter time."""
+RETRY_S, RETRY_MAX_S = 0.5, 10.0
+"""Before a peer is dialled again; doubled each time."""
+OWN_RETRY_S = 60.0
+"""The same for an address that is our own, or a second one of a peer: pods change addresses."""
+RESOLVE_S = 5.0
+"""How often names are looked up."""
+SLOW_S, SLOW_MAX_S = 1.0, 60.0
+"""How long a peer is not asked that has not answered in time; doubled each time."""
+FRAMES_MAX = 64
+"""Frames that are read of one peer before the others have their turn."""
+BLOCKED_S = 0.02
+"""What a peer has taken may be seen by a look that wakes nobody; so a full window is tried anew."""
+PEERS_MAX = 256
+
+
+class PeerAnswer(NamedTuple):
+    """What came of one read."""
+
+    number: int
+    found: bytes
+    """One byte a key; empty: the peer was lost."""
+    content: memoryview
+
+
+@dataclass(slots=True, eq=False)
+class _Talk:
+    """A channel and what belongs to it."""
+
+    channel: ZmqChannel
+    conversation: Conversation
+    address: str = ""
+    """That was dialled; empty: the peer has dialled us."""
+    to_ask: list[ReadBlocks] = field(default_factory=list)
+    asked: dict[int, SimpleQueue[PeerAnswer]] = field(default_factory=dict)
+    unsent: bytes = b""
+    """A frame for which there was no room."""
+    slow_until: float = -math.inf
+    slow_s: float = SLOW_S
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """An address that is dialled."""
+
+    keys: MachineKeys | None
+    talk: _Talk | None = None
+    retry_at: float = -math.inf
+    retry_s: float = RETRY_S
+    needless: bool = False
+    """Whether it is ours, or a second one of a peer."""
+
+
+class PeerNetwork:
+    """The channels of one store process."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        """Listens.
+
+        Raises `ConfigError`: there is something wrong with the keys; `UnavailableError`: the
+        address cannot be listened on.
+        """
+        self.lock = threading.Lock()
+        self.resets_told = threading.Condition(self.lock)
+        """Of who waits for peers to know a reset."""
+        self.books = PeerBooks(secrets.randbits(63))
+        self.on_reset: Callable[[bytes], None] = lambda _: None
+        """Called without the lock when another generation of a space counts, and"""
+        self.on_listing: Callable[[], None] = lambda: None
+        """when peers list other blocks than before."""
+        self._settings = settings
+        self._keys = _keys_of(settings)
+        self._channels = ChannelSettings(
+            heartbeat_s=HEARTBEAT_S,
+            silence_s=SILENCE_S,
+            ports=port_range(settings.ports, key="ports"),
+        )
+        self._name = f"{self.books.process:016x}"
+        self._listener = Listener(
+            self._name, _address(settings.listen), secret=self._keys or b"", settings=self._channels
+        )
+        self._talks: dict[Conversation, _Talk] = {}
+        self._targets: dict[str, _Target] = {}
+        self._resolving: Future[dict[str, str]] | None = None
+        self._resolve_at = -math.inf
+        self._number = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._stopping = self._closed = False
+
+    # What other threads call.
+
+    def tell(self) -> None:
+        """There may be something to say."""
+        with self._wake_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def ask(
+        self, conversation: Conversation, request: ReadBlocks, answers: SimpleQueue[PeerAnswer]
+    ) -> int:
+        """Asks a peer; its answer comes to `answers`. Returns the number of the answer."""
+        with self.lock:
+            self._number += 1
+            number = self._number
+            talk = self._talks.get(conversation)
+            if talk is None or self._stopping:
+                answers.put(_lost(number))
+            else:
+                talk.asked[number] = answers
+                talk.to_ask.append(replace(request, number=number))
+        self.tell()
+        return number
+
+    def note_slow(self, conversation: Conversation, number: int) -> None:
+        """A peer has not answered in time: it is not asked for a while."""
+        with self.lock:
+            talk = self._talks.get(conversation)
+            if talk is not None and talk.asked.pop(number, None) is not None:
+                now = time.monotonic()
+                if now >= talk.slow_until:
+                    talk.slow_until = now + talk.slow_s
+                    talk.slow_s = min(2 * talk.slow_s, SLOW_MAX_S)
+                    logger.warning("peer is slow: at=%s", talk.address)
+
+    def is_slow(self, conversation: Conversation) -> bool:
+        """Whether it is not to be asked now; the lock is held."""
+        talk = self._talks.get(conversation)
+        return talk is None or time.monotonic() < talk.slow_until
+
+    def unaware(self, space: bytes) -> list[str]:
+        """Who may not know a reset of a space that is known here; the lock is held."""
+        away = [
+            f"{address} is away"
+            for address, target in self._targets.items()
+            if not target.needless
+            and (target.talk is None or target.talk.conversation.process is None)
+        ]
+        unaware = [
+            f"{talk.address or 'a peer'} has not answered"
+            for talk in self._talks.values()
+            if not self.books.has_all(talk.conversation, space)
+        ]
+        return away + unaware
+
+    def stop(self) -> None:
+        """Ends `run`, and with it all channels."""
+        with self.lock:
+            self._stopping = True
+        self.tell()
+
+    def close(self) -> None:
+        """Gives the descriptor back; `run` has ended, and others may still tell."""
+        with self._wake_lock:
+            self._closed = True
+            os.close(self._wake)
+
+    # The thread.
+
+    def run(self) -> None:
+        """Speaks with the peers until `stop`: what a thread is for."""
+        try:
+            while not self._stopping:
+                now = time.monotonic()
+                self._resolve(now)
+                self._dial(now)
+                while (channel := self._listener.accept()) is not None:
+                    self._open(channel, "")
+                for talk in self._all():
+                    self._exchange(talk)
+                self._wait()
+        finally:
+            self._end_all()
+
+    def _all(self) -> list[_Talk]:
+        with self.lock:
+            return list(self._talks.values())
+
+    def _wait(self) -> None:
+        talks = self._all()
+        at = [self._resolve_at]
+        at += [each.retry_at for each in self._targets.values() if each.talk is None]
+        blocked = any(each.unsent for each in talks)
+        if blocked:
+            at.append(time.monotonic() + BLOCKED_S)
+        if any(each.conversation.requests for each in talks) and not blocked:
+            return  # One is answered in each turn.
+        channels: list[Waitable] = [self._listener, *(each.channel for each in talks)]
+        wait_any(channels, [self._wake], deadline=min(at))
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _resolve(self, now: float) -> None:
+        """Looks up whom to dial, in a thread of its own: it may take its time."""
+        if self._resolving is None and now >= self._resolve_at:
+            addresses = self._settings.addresses
+            self._resolving = call_in_thread(lambda: _resolved(addresses, self.tell), "peer names")
+            self._resolve_at = math.inf
+        if self._resolving is None or not self._resolving.done():
+            return
+        found = self._resolving.result()
+        self._resolving, self._resolve_at = None, now + RESOLVE_S
+        for address in list(self._targets):
+            if address not in found and self._targets[address].talk is None:
+                with self.lock:
+                    del self._targets[address]
+        for address, name in list(found.items())[:PEERS_MAX]:
+            if address not in self._targets:
+                with self.lock:
+                    self._targets[address] = _Target(_keys_for(self._keys, address, name))
+
+    def _dial(self, now: float) -> None:
+        for address, target in self._targets.items():
+            if target.talk is None and now >= target.retry_at:
+                try:
+                    channel = dial(
+                        address,
+                        name=self._name,
+                        secret=target.keys or b"",
+                        settings=self._channels,
+                    )
+                except UnavailableError as error:
+                    self._put_off(target, str(error))
+                else:
+                    target.talk = self._open(channel, address)
+
+    def _put_off(self, target: _Target, why: str) -> None:
+        if target.retry_s == RETRY_S:
+            logger.warning("peer is away: cause=%s", why)
+        target.retry_at = time.monotonic() + target.retry_s
+        target.retry_s = min(2 * target.retry_s, RETRY_MAX_S)
+
+    def _open(self, channel: ZmqChannel, address: str) -> _Talk:
+        with self.lock:
+            talk = _Talk(channel, self.books.begin(reads=bool(address)), address)
+            self._talks[talk.conversation] = talk
+        return talk
+
+    def _exchange(self, talk: _Talk) -> None:
+        """Takes what a peer says, and says what is due."""
+        try:
+            self._receive(talk)
+            if talk.channel.is_open:
+                self._send(talk)
+        except _NeedlessError:
+            self._close(talk, "")
+        except (PeerError, UnavailableError) as error:
+            self._close(talk, str(error))
+
+    def _receive(self, talk: _Talk) -> None:
+        for _ in range(FRAMES_MAX):
+            received = talk.channel.receive()
+            match received:
+                case ReceivedFrame(frame):
+                    self._take(talk, frames.decode(frame))
+                case Empty():
+                    return
+                case ChannelFailed(cause):
+                    raise PeerError(cause)
+                case _:
+                    raise PeerError("it has ended")
+
+    def _take(self, talk: _Talk, message: AnyPeerMessage) -> None:
+        said = talk.conversation
+        with self.lock:
+            new = said.process is None
+            known = self.books.take(said, message)
+            if new and talk.address:
+                self._meet(talk)
+            if known.answer is not None:
+                talk.slow_s = SLOW_S
+                asker = talk.asked.pop(known.answer.number, None)
+                if asker is not None:
+                    asker.put(PeerAnswer(*_fields(known.answer)))
+            self.resets_told.notify_all()
+        for space in known.resets:
+            self.on_reset(space)
+        if isinstance(message, Lends | LendingEnded):
+            self.on_listing()
+
+    def _meet(self, talk: _Talk) -> None:
+        """A peer has said who it is: itself, or one that we read from already, is not wanted."""
+        process, target = talk.conversation.process, self._targets[talk.address]
+        same = [
+            each
+            for each in self._talks.values()
+            if each.address and each is not talk and each.conversation.process == process
+        ]
+        if process == self.books.process or same:
+            target.needless = True
+            raise _NeedlessError
+        target.needless, target.retry_s = False, RETRY_S
+        logger.info("peer is here: at=%s", talk.address)
+
+    def _send(self, talk: _Talk) -> None:
+        for frame in self._frames_for(talk):
+            try:
+                talk.channel.send(frame)
+            except BacklogError:
+                talk.unsent = frame
+                return
+
+    def _frames_for(self, talk: _Talk) -> Iterator[bytes]:
+        if talk.unsent:
+            frame, talk.unsent = talk.unsent, b""
+            yield frame
+        while True:
+            with self.lock:
+                message = self.books.next_message(talk.conversation)
+                if message is None and talk.to_ask:
+                    message = talk.to_ask.pop(0)
+            if message is None:
+                break
+            yield frames.encode(message)
+        with self.lock:
+            requests = talk.conversation.requests
+            request = requests.popleft() if requests else None
+        if request is not None:
+            yield frames.encode(self._read(request))
+
+    def _read(self, request: ReadBlocks) -> BlocksRead:
+        """The answer to a peer that reads."""
+        whole, rest = divmod(len(request.keys), KEY_BYTES)
+        size = sum(length for _, length in request.spans)
+        if rest or whole * size > ANSWER_BYTES:
+            raise PeerError(f"it reads {whole} blocks of {size} bytes at once")
+        keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
+        space = Space(request.space, request.generation)
+        content = np.empty(whole * size, dtype=np.uint8)
+        found = self.read_here(
+            space, request.piece, keys, request.spans, content.reshape(whole, size)
+        )
+        return BlocksRead(request.number, answer(found), content.data)
+
+    def read_here(
+        self,
+        space: Space,
+        piece: bytes,
+        keys: Sequence[Key],
+        spans: Sequence[Span],
+        target: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+    ) -> list[bool]:
+        """Copies what engines of this process lend, a row for each key; which keys were there."""
+        found = [False] * len(keys)
+        for lender, values in self._look_up(space, piece, keys, spans):
+            for place, at in enumerate(values.there):
+                values.copy(place, spans, target[at])
+            with self.lock:
+                there = values.still_there() if lender in self.books.lendings.lenders else []
+            found = [a or b for a, b in zip(found, there or found, strict=True)]
+        return found
+
+    def _look_up(
+        self, space: Space, piece: bytes, keys: Sequence[Key], spans: Sequence[Span]
+    ) -> list[tuple[Lender, ValuesToCopy]]:
+        with self.lock:
+            if self.books.generations.current(space.name) != space.generation:
+                return []
+            lenders = [
+                each
+                for each in self.books.lendings.lenders
+                if each.space == space and piece in each.places and each.has_any(keys)
+            ]
+            made = [(each, ValuesToCopy(each, piece, keys)) for each in lenders]
+        return [each for each in made if fits(each[1].piece, spans)]
+
+    def _close(self, talk: _Talk, why: str) -> None:
+        """Ends a channel; what was asked on it is answered, and its peer is dialled again."""
+        talk.channel.close()
+        with self.lock:
+            self._talks.pop(talk.conversation, None)
+            self.books.end(talk.conversation)
+            for number, asker in talk.asked.items():
+                asker.put(_lost(number))
+            self.resets_told.notify_all()
+        self.on_listing()
+        target = self._targets.get(talk.address)
+        if target is not None and not self._stopping:
+            target.talk = None
+            if target.needless:
+                target.retry_at = time.monotonic() + OWN_RETRY_S
+            else:
+                self._put_off(target, f"{talk.address}: {why}")
+
+    def _end_all(self) -> None:
+        for talk in self._all():
+            self._close(talk, "this process ends")
+        self._listener.close()
+
+
+class _NeedlessError(Exception):
+    """A channel that is not wanted."""
+
+
+def _lost(number: int) -> PeerAnswer:
+    return PeerAnswer(number, b"", memoryview(b""))
+
+
+def _fields(read: BlocksRead) -> tuple[int, bytes, memoryview]:
+    return read.number, read.found, read.content
+
+
+def _keys_of(settings: PeerSettings) -> MachineKeys | None:
+    if not settings.keys_file:
+        return None
+    try:
+        return MachineKeys.read(Path(settings.keys_file))
+    except (OSError, ValueError) as error:
+        raise ConfigError("keys_file", f"is {settings.keys_file!r}: {error}") from error
+
+
+def _keys_for(keys: MachineKeys | None, address: str, name: str) -> MachineKeys | None:
+    """The keys to dial an address with: that of the name which stands for it."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    if keys is None or host in keys.peers or name not in keys.peers:
+        return keys
+    return keys.with_peer(host, keys.peers[name])
+
+
+def _address(text: str) -> str:
+    """An address as ZeroMQ spells it."""
+    if text.startswith(UNIX):
+        return f"ipc://{text.removeprefix(UNIX)}"
+    return f"tcp://{text.replace('localhost', '127.0.0.1')}"
+
+
+def _resolved(addresses: Sequence[str], tell: Callable[[], None]) -> dict[str, str]:
+    """All addresses of the peers, and the host by which each was given."""
+    found: dict[str, str] = {}
+    for text in addresses:
+        host, _, port = text.rpartition(":")
+        if text.startswith(UNIX) or not is_name(host):
+            found[_address(text)] = host
+            continue
+        with suppress(OSError):  # It has none now: it is looked up again.
+            for *_, place in socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM):
+                found[f"tcp://{place[0]}:{port}"] = host
+    tell()
+    return found

@@ -1,0 +1,334 @@
+"""Engines read blocks out of each other's host memory: what one has, others find, verified."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from lab.fixtures.store_tier_suite import WAIT_S
+from penstock.cache.operations import BlockFault
+from penstock.config.shared_stores import PeerSettings
+from penstock.errors import UnavailableError
+from penstock.store.base import LentBlocks
+from penstock.store.peers import network
+from penstock.store.peers.blobs import PeerBlobs
+from penstock.store.peers.messages import PeerHello, Resets, frames
+from penstock.store.peers.tier import PeerTier
+from penstock.transport.base import ChannelClosed, ChannelFailed, ReceivedFrame
+from penstock.transport.machine_keys import MachineKeys
+from penstock.transport.zeromq import connect
+from tests.ports import free_ports
+from tests.store.shared_engines import SPACE, Engine, draw_chain
+from tests.store.test_shared import packed, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from penstock.vocabulary.keys import Key
+    from penstock.vocabulary.layout import Layout
+
+
+class PeerEngine(Engine):
+    """An engine that lends what it has computed."""
+
+    tier: PeerTier
+
+    def lend(self, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
+        """Computes blocks on every rank, into the first slots, and lends them."""
+        slots = list(range(len(keys)))
+        for arena in self.arenas if keys else []:
+            content = self.expected(arena, keys)
+            memory = arena.host.arena.bytes[arena.host.blocks_offset :]
+            blocks = memory[: arena.host.slot_count * arena.host.slot_bytes]
+            blocks.reshape(arena.host.slot_count, -1)[slots, : content.shape[1]] = content
+            sums = arena.span.sum_blocks(content, keys, arena.form.checksum, salt=self.salt)
+            arena.host.keep_sums(np.array(slots, np.int32), sums)
+        lent = LentBlocks(id(self), self.arenas, self.space, keys, slots, self.salt)
+        self.tier.lend(lent, gone)
+
+    def knows(self, count: int) -> None:
+        """Waits until peers have listed so many blocks."""
+        until(lambda: self.tier.state().blocks == count)
+
+    def faults_of(self, keys: Sequence[Key]) -> set[BlockFault]:
+        return {fault for ended in self.load(keys) for _, fault in ended.faults}
+
+
+def until(done: Callable[[], bool]) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        pause.wait(0.005)
+
+
+class Peers:
+    """Store processes, all of them in this one: each dials all."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        self.addresses = [f"unix:{folder}/{number}" for number in range(8)]
+
+    def settings(self, number: int, **others: object) -> PeerSettings:
+        peers = ",".join(self.addresses)
+        return PeerSettings(
+            **{"listen": self.addresses[number], "peers": peers, "timeout_s": 60.0} | others  # type: ignore[arg-type]
+        )
+
+    def tier(self, number: int, **others: object) -> PeerTier:
+        settings = self.settings(number, **others)
+        tier = PeerTier(PeerBlobs(settings), ask_s=60, timeout_s=settings.timeout_s)
+        self._stack.callback(lambda: tier.close(deadline=time.monotonic() + 5))
+        return tier
+
+    def engine(self, number: int, layouts: Sequence[Layout], **others: object) -> PeerEngine:
+        return PeerEngine(self.tier(number, **others), layouts, salt=number + 1)
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    monkeypatch.setattr(network, "RETRY_S", 0.01)
+    monkeypatch.setattr(network, "RETRY_MAX_S", 0.05)
+    with ExitStack() as stack:
+        yield Peers(tmp_path, stack)
+
+
+def test_what_one_engine_has_in_memory_others_find_and_load(peers: Peers) -> None:
+    engines = [peers.engine(number, split(1)) for number in range(4)]
+    keys = draw_chain(1, 5)
+
+    engines[0].lend(keys)
+
+    for engine in engines[1:]:
+        engine.knows(5)
+        assert engine.find(keys) == 5
+        assert engine.faults_of(keys) == set()
+        engine.require_loaded(keys)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (4, 2), (2, 4)])
+def test_engines_of_other_tensor_parallelism_and_layout_read_what_they_need(
+    peers: Peers, writers: int, readers: int
+) -> None:
+    one, other = peers.engine(0, split(writers)), peers.engine(1, packed(readers))
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+
+    until(lambda: other.find(keys) == 3)  # Once it has read how the other one cuts its blocks.
+    assert other.faults_of(keys) == set()
+    other.require_loaded(keys)
+
+
+def test_engines_of_one_process_find_each_others_blocks(peers: Peers) -> None:
+    tier = peers.tier(0)
+    one, other = PeerEngine(tier, split(1), salt=1), PeerEngine(tier, split(1), salt=2)
+    keys = draw_chain(1, 3)
+
+    one.lend(keys)
+
+    assert other.find(keys) == 3
+    assert other.faults_of(keys) == set()
+    other.require_loaded(keys)
+
+
+def test_blocks_that_an_engine_has_no_longer_are_not_found(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    keys = draw_chain(1, 5)
+    one.lend(keys)
+    other.knows(5)
+
+    one.lend([], gone=keys[2:])
+
+    other.knows(2)
+    assert other.find(draw_chain(1, 5)) == 2
+
+
+def test_a_stale_listing_is_a_miss_and_is_not_believed_again(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+    with one.tier._network.lock:
+        one.tier._network.books.lendings.lenders[0].slots.clear()
+
+    assert other.faults_of(keys) == {BlockFault.MISSING}
+
+    assert other.find(keys) == 0
+
+
+def test_a_slot_with_another_block_or_damaged_bytes_is_a_counted_miss(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    keys, others = draw_chain(1, 2), draw_chain(2, 1)
+    one.lend(keys)
+    other.knows(2)
+    with one.tier._network.lock:
+        lender = one.tier._network.books.lendings.lenders[0]
+        place = dict(lender.slots)
+    one.lend(others)
+    lender.slots.update(place)
+    one.arenas[0].host.arena.bytes[one.arenas[0].host.blocks_offset :: 97] ^= 1
+
+    assert other.faults_of(keys) == {BlockFault.CORRUPT}
+
+    assert other.tier.state().blocks_corrupt == 2
+    assert other.tier.state().on
+
+
+def test_another_holder_is_asked_for_what_the_first_has_lost(peers: Peers) -> None:
+    engines = [peers.engine(number, split(1)) for number in range(3)]
+    keys = draw_chain(1, 4)
+    for engine in engines[:2]:
+        engine.lend(keys)
+    engines[2].knows(8)
+    with engines[0].tier._network.lock:
+        engines[0].tier._network.books.lendings.lenders[0].slots.clear()
+
+    for _ in range(2):  # Whoever is asked first.
+        assert engines[2].faults_of(keys) == set()
+        engines[2].require_loaded(keys)
+
+
+def test_a_peer_that_has_gone_lists_nothing_any_more(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+
+    one.tier.close(deadline=time.monotonic() + 5)
+
+    other.knows(0)
+    assert other.find(keys) == 0
+    assert other.tier.state().on
+
+
+def test_a_peer_that_comes_back_is_listed_again(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    one.tier.close(deadline=time.monotonic() + 5)
+
+    again = peers.engine(0, split(1))
+    keys = draw_chain(1, 3)
+    again.lend(keys)
+
+    other.knows(3)
+    assert other.faults_of(keys) == set()
+
+
+def test_a_slow_peer_costs_its_time_once_and_the_tier_stays_on(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1), timeout_s=0.2)
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+
+    with one.tier._network.lock:
+        faults = other.faults_of(keys)
+
+    assert faults == {BlockFault.MISSING}
+    assert other.find(keys) == 0
+    assert other.tier.state().on
+
+
+def test_after_a_reset_no_block_of_before_is_found_by_anyone(peers: Peers) -> None:
+    all_of_them = ",".join(peers.addresses[:2])
+    one = peers.engine(0, split(1), peers=all_of_them)
+    other = peers.engine(1, split(1), peers=all_of_them)
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+
+    other.tier.void(SPACE)
+    until(lambda: other.tier.void(SPACE) is not None)
+
+    other.follow()
+    assert other.find(keys) == 0
+    assert set(other.load(keys)[0].faults) == {(at, BlockFault.MISSING) for at in range(3)}
+    until(lambda: one.tier.generation(SPACE) == other.space.generation)
+    one.follow()
+    one.lend(keys)
+    until(lambda: other.find(keys) == 3)
+
+
+def test_a_reset_is_not_kept_until_every_peer_knows_it(peers: Peers) -> None:
+    addresses = peers.addresses[:2]
+    tier = peers.tier(0, peers=",".join(addresses), timeout_s=0.05)
+    one = PeerEngine(tier, split(1))
+
+    tier.void(SPACE)
+    until(lambda: any(each.unkept for each in tier.take_generations()))
+    assert tier.void(SPACE) is None
+
+    other = peers.engine(1, split(1), peers=",".join(addresses))
+    until(lambda: tier.void(SPACE) is not None)
+    one.follow()
+    until(lambda: other.tier.generation(SPACE) == one.space.generation)
+
+
+def test_an_engine_that_was_cut_off_during_a_reset_is_not_believed(peers: Peers) -> None:
+    one = peers.engine(0, split(1))
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    old = one.space
+
+    # Another process knew of the reset, and has died since; its engine has not.
+    after = peers.tier(1)
+    after.expect(SPACE, 4711)
+    other = PeerEngine(after, split(1))
+
+    assert other.space.generation == 4711 != old.generation
+    assert other.find(keys) == 0
+    until(lambda: one.tier.generation(SPACE) == 4711)
+
+
+def test_strangers_without_a_listed_key_are_refused(tmp_path: Path) -> None:
+    host, stranger = "127.0.0.1", MachineKeys.new()
+    [port] = free_ports(1)
+    own = MachineKeys.new()
+    own.with_peer(host, own.public).write(tmp_path / "keys")
+    settings = PeerSettings(
+        listen=f"{host}:{port}", peers=f"{host}:{port}", keys_file=str(tmp_path / "keys")
+    )
+    tier = PeerTier(PeerBlobs(settings), ask_s=1, timeout_s=1)
+    try:
+        for secret in (stranger.with_peer(host, own.public), b""):
+            with pytest.raises(UnavailableError):
+                connect(
+                    f"tcp://{host}:{port}",
+                    name="stranger",
+                    secret=secret,
+                    deadline=time.monotonic() + 0.5,
+                )
+    finally:
+        tier.close(deadline=time.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"garbage",
+        frames.encode(Resets(SPACE, [1], [], asks=True)),
+        frames.encode(PeerHello(1)) + b"?",
+    ],
+    ids=["no message", "no hello", "more than a message"],
+)
+def test_a_peer_that_talks_garbage_is_cut_off_and_changes_nothing(
+    peers: Peers, said: bytes
+) -> None:
+    engine = peers.engine(0, split(1))
+    address = peers.addresses[0].replace("unix:", "ipc://")
+    channel = connect(address, name="peer", deadline=time.monotonic() + WAIT_S)
+
+    channel.send(said)
+
+    while isinstance(
+        received := channel.receive(deadline=time.monotonic() + WAIT_S), ReceivedFrame
+    ):
+        pass
+    assert isinstance(received, ChannelClosed | ChannelFailed)
+    channel.close()
+    assert engine.tier.generation(SPACE) == 0
+    assert engine.tier.state().on
