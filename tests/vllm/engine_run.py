@@ -69,6 +69,16 @@ write = "write_through"
 ask_ms = 10000
 """
 
+PEERS = """
+[[tiers]]
+name = "peers"
+kind = "peers"
+listen = "{listen}"
+peers = "{peers}"
+ask_ms = 10000
+timeout_s = 60
+"""
+
 
 def main(model: str, script: dict[str, Any]) -> None:
     if wanted := script.get("events"):
@@ -111,6 +121,8 @@ def config_of(script: dict[str, Any]) -> str:
         below = DISK.format(path=script["disk"])
     elif "shared" in script:
         below = SHARED.format(path=script["shared"])
+    elif "peers" in script:
+        below = PEERS.format(**script["peers"])
     else:
         return text
     version = f'model.weights_version = "{script["weights"]}"\n' if script.get("weights") else ""

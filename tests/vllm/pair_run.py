@@ -15,7 +15,16 @@ from itertools import count
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from engine_run import kill_all, metrics_of, open_engine, processes, prompts_of, row_of, until
+from engine_run import (
+    generate,
+    kill_all,
+    metrics_of,
+    open_engine,
+    processes,
+    prompts_of,
+    row_of,
+    until,
+)
 from prometheus_client import REGISTRY
 
 from vllm import SamplingParams
@@ -97,6 +106,22 @@ class Pair:
                 break
             self.forget(act)
         return {"rows": rows, "early": sent}
+
+    def from_peer(self, act: dict[str, Any]) -> dict[str, Any]:
+        """The one engine computes the prompts; the other answers once peers have listed blocks."""
+        computed = generate(self.prefill, act)
+        nudge = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+
+        def are_listed() -> bool:
+            # An engine without requests takes no steps, in which it would say what it has.
+            for llm in (self.prefill, self.decode):
+                llm.generate([{"prompt_token_ids": [11]}], nudge, use_tqdm=False)
+            listed = metrics_of(self.decode).get("vllm:penstock_disk_blocks_saved", 0)
+            return bool(listed >= act["blocks"])
+
+        until(are_listed)
+        found = generate(self.decode, act)
+        return {"computed": computed["rows"], "rows": found["rows"]}
 
     def alone(self, act: dict[str, Any]) -> dict[str, Any]:
         """The decode engine computes the prompts, or finds them in vLLM's own cache."""
