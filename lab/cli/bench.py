@@ -25,6 +25,8 @@ from lab.bench.index import ROUNDS, run_growth, run_index, run_policies
 from lab.bench.interference import on_cpu as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
+from lab.bench.peer_blocks import ROUNDS as PEER_BLOCK_ROUNDS
+from lab.bench.peer_blocks import run_peer_blocks
 from lab.bench.report import BenchReport
 from lab.bench.router import ENGINES as ROUTER_ENGINES
 from lab.bench.router import run_router
@@ -583,6 +585,12 @@ def bench_peers(report: BenchReport, *, rounds: RoundsOption = PAIR_ROUNDS) -> N
     from lab.bench.peers import run_peers  # noqa: PLC0415 - torch takes seconds
 
     run_peers(report, rounds=rounds)
+
+
+@bench("peer-blocks")
+def bench_peer_blocks(report: BenchReport, *, rounds: RoundsOption = PEER_BLOCK_ROUNDS) -> None:
+    """Measure a prefix out of another engine's host memory, beside Redis and a plain copy."""
+    run_peer_blocks(report, rounds=rounds)
 
 
 @bench("interference")

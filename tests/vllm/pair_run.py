@@ -116,7 +116,7 @@ class Pair:
             # An engine without requests takes no steps, in which it would say what it has.
             for llm in (self.prefill, self.decode):
                 llm.generate([{"prompt_token_ids": [11]}], nudge, use_tqdm=False)
-            listed = metrics_of(self.decode).get("vllm:penstock_disk_blocks_saved", 0)
+            listed = metrics_of(self.decode).get("vllm:penstock_disk_blocks", 0)
             return bool(listed >= act["blocks"])
 
         until(are_listed)

@@ -47,7 +47,7 @@ LENDERS_MAX = 64
 """Engines of one peer process."""
 LISTED_MAX = 4 << 20
 """Keys that one peer may list: of 8 TiB of blocks of 2 MiB."""
-REQUESTS_MAX = 256
+REQUESTS_MAX = 1024
 """Reads of one peer that wait for their turn."""
 
 

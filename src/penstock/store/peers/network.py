@@ -14,6 +14,7 @@ The one rule: whoever waits here has a deadline, and a lost channel answers all 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -43,7 +44,13 @@ from penstock.store.peers.messages import (
     ReadBlocks,
     frames,
 )
-from penstock.transport.base import BacklogError, ChannelFailed, Empty, ReceivedFrame
+from penstock.transport.base import (
+    FRAME_BYTES_MAX,
+    BacklogError,
+    ChannelFailed,
+    Empty,
+    ReceivedFrame,
+)
 from penstock.transport.machine_keys import MachineKeys, is_name
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import Listener, dial
@@ -80,6 +87,10 @@ FRAMES_MAX = 64
 BLOCKED_S = 0.02
 """What a peer has taken may be seen by a look that wakes nobody; so a full window is tried anew."""
 PEERS_MAX = 256
+KEPT_BYTES = 256 << 20
+"""Of freed memory that this process keeps. Frames of some MiB come and go by the hundred a second:
+from fresh pages each, which the kernel has to clear, they cost twice to five times as much."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Of `mallopt`, as glibc numbers them.
 
 
 class PeerAnswer(NamedTuple):
@@ -128,6 +139,7 @@ class PeerNetwork:
         Raises `ConfigError`: there is something wrong with the keys; `UnavailableError`: the
         address cannot be listened on.
         """
+        _keep_freed_memory()
         self.lock = threading.Lock()
         self.resets_told = threading.Condition(self.lock)
         """Of who waits for peers to know a reset."""
@@ -262,7 +274,8 @@ class PeerNetwork:
         """Looks up whom to dial, in a thread of its own: it may take its time."""
         if self._resolving is None and now >= self._resolve_at:
             addresses = self._settings.addresses
-            self._resolving = call_in_thread(lambda: _resolved(addresses, self.tell), "peer names")
+            self._resolving = call_in_thread(lambda: _resolved(addresses), "peer names")
+            self._resolving.add_done_callback(lambda _: self.tell())
             self._resolve_at = math.inf
         if self._resolving is None or not self._resolving.done():
             return
@@ -460,6 +473,14 @@ class _NeedlessError(Exception):
     """A channel that is not wanted."""
 
 
+def _keep_freed_memory() -> None:
+    with suppress(AttributeError):  # Another C library has no such call, and is only slower.
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 2 * FRAME_BYTES_MAX)
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_TOP_PAD, 4 * FRAME_BYTES_MAX)
+
+
 def _lost(number: int) -> PeerAnswer:
     return PeerAnswer(number, b"", memoryview(b""))
 
@@ -492,7 +513,7 @@ def _address(text: str) -> str:
     return f"tcp://{text.replace('localhost', '127.0.0.1')}"
 
 
-def _resolved(addresses: Sequence[str], tell: Callable[[], None]) -> dict[str, str]:
+def _resolved(addresses: Sequence[str]) -> dict[str, str]:
     """All addresses of the peers, and the host by which each was given."""
     found: dict[str, str] = {}
     for text in addresses:
@@ -503,5 +524,4 @@ def _resolved(addresses: Sequence[str], tell: Callable[[], None]) -> dict[str, s
         with suppress(OSError):  # It has none now: it is looked up again.
             for *_, place in socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM):
                 found[f"tcp://{place[0]}:{port}"] = host
-    tell()
     return found

@@ -1,0 +1,28 @@
+"""The benchmark of blocks of peers brings the blocks that it says it does."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.bench import peer_blocks
+from lab.bench.peer_blocks import SIDES, SIZES, run_peer_blocks
+from lab.bench.report import BenchReport
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_every_side_brings_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    monkeypatch.setattr(peer_blocks, "SIZES", {"256 KiB": SIZES["256 KiB"]})
+    report = BenchReport(version="0", command="bench peer-blocks")
+
+    run_peer_blocks(report, rounds=1, total_bytes=1 << 20, folder=tmp_path)
+
+    rows = report.document().rows
+    assert {row.side for row in rows} == set(SIDES)
+    assert all(row.median > 0 for row in rows)
