@@ -254,7 +254,7 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
         ),
         (
             "tiers = [{name = 'a', kind = 'p'}]",
-            "'p', must be one of memory, host, disk, redis, mooncake, objects, shared, pool",
+            "'p', must be one of memory, host, disk, redis, mooncake, objects, shared, peers, pool",
         ),
         ("handoff.transport = 'w'", "is 'w', must be one of auto, shared_memory, gpu, nixl, wire"),
     ],

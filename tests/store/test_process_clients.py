@@ -96,6 +96,7 @@ def hello(engine: StoreEngine, life: int = 9, tiers: Sequence[str] = ("disk",)) 
 
 
 KEY = bytes(KEY_BYTES)
+HEADER = requests.encode([])[:3]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +105,10 @@ KEY = bytes(KEY_BYTES)
         b"\0",
         b"P",
         b"PQ",
-        b"PQ\x05\x90",
-        b"PQ\x04",
-        b"PQ\x04\xc0",
-        b"PQ\x04\x91\x91\xa4nope",
+        pytest.param(b"PQ" + bytes([HEADER[2] + 1]) + b"\x90", id="of another version"),
+        HEADER,
+        HEADER + b"\xc0",
+        HEADER + b"\x91\x91\xa4nope",
         requests.encode([StorePing()]),
         requests.encode([FindRequest(1, 0, KEY, 0)]),
         requests.encode([OwnerHello(1, SPACE, ["memfd 0:0"], ["disk"])])[:-3],
