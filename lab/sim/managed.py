@@ -218,8 +218,15 @@ class ManagedEngine(Engine):
 
     def _answer(self, lease: LeaseId) -> None:
         """A store has said what it has, perhaps too late, and perhaps for nobody."""
-        if not self.world.closed:
-            self.world.send(ev.Searched(lease=lease))
+        if self.world.closed:
+            return
+        searches = lease in self.world.books.searches
+        self.world.send(ev.Searched(lease=lease))
+        if searches and lease in self.requests:
+            # The time for the answer may have been over without a tick: what it loads begins now.
+            timeout_s = self.conditions.settings.operation_timeout_s
+            request = self.requests[lease]
+            request.bound = max(request.bound, self.world.now + timeout_s)
 
     def _go_on(self, request: Request) -> None:
         rng, conditions = self.rng, self.conditions

@@ -441,8 +441,12 @@ class DiskProcess:
     def _note_generations(self, tier: WatchedTier) -> None:
         if not tier.has_folder:
             return
-        for name in {identity.space.name for identity in self.truth.acknowledged.values()}:
-            self.truth.generations[name] = tier.generation(name)
+        for digest, (space, _, _) in list(self.truth.acknowledged.items()):
+            self.truth.generations[space.name] = tier.generation(space.name)
+            if space.generation != self.truth.generations[space.name]:
+                # A reset has voided it: its room is given away untold. Small files that travel back
+                # may make its generation count again, but nothing brings it back.
+                del self.truth.acknowledged[digest]
 
     def _check_recovered(self, tier: WatchedTier) -> None:
         """All that was called saved is there, once the tables were read; nothing voided is."""
