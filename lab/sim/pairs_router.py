@@ -46,6 +46,8 @@ class Request:
     """Of the present try; empty while there is none."""
     couple: Couple | None = None
     """The pair that it uses."""
+    opening: int = 0
+    """The number of that pair."""
     alone: str = ""
     """The decode instance that computes it itself."""
     outcome: str = ""
@@ -193,7 +195,7 @@ class Router:
         request.try_count += 1
         handoff = request.handoff = f"{request.name}.{request.try_count}"
         self._handoffs[handoff] = request
-        self._pairs.use(self._links[couple[0]], self._links[couple[1]])
+        request.opening = self._pairs.use(self._links[couple[0]], self._links[couple[1]])
         request.couple = couple
         prefill, decode = (world.instances[name] for name in couple)
         world.pair_of(couple).prompts[handoff] = prompt_of(
@@ -269,7 +271,8 @@ class Router:
         couple, request.couple, request.handoff = request.couple, None, ""
         assert couple is not None or request.outcome == ""
         if couple is not None and all(name in self._links for name in couple):
-            self._pairs.release(self._links[couple[0]], self._links[couple[1]])
+            prefill, decode = (self._links[name] for name in couple)
+            self._pairs.release(prefill, decode, request.opening)
         return couple or ("", "")
 
     # ---------------------------------------------------------------- pairs

@@ -573,6 +573,28 @@ def test_other_weights_close_the_pairs_that_were_opened_for_the_old_ones() -> No
     played(play)
 
 
+def test_a_pair_that_was_opened_again_is_in_use_when_a_request_of_before_ends() -> None:
+    config = CONFIG + "[handoff]\npeers_max = 1\n"
+
+    async def play(router: Router, _: Instance, decode: Instance) -> None:
+        before = await sent(router, "a")
+        router.reset("weights are now w2", weights_version="w2")
+        now = await sent(router, "b")
+        other = instance_of(router, "prefill-1", config=config)
+        await settled()
+
+        await given_up(before)
+        await settled()
+
+        assert not router.pairs.can_use(other.link, decode.link)
+        await given_up(now)
+        await settled()
+        assert router.pairs.can_use(other.link, decode.link)
+        other.link.close()
+
+    played(play, config=config)
+
+
 def test_an_instance_never_has_more_pairs_open_than_it_may_have_when_a_peer_dies() -> None:
     async def play(router: Router, *instances: Instance) -> None:
         *prefills, decode = instances

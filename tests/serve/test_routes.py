@@ -109,6 +109,18 @@ def test_other_weights_have_other_keys() -> None:
     assert (blocks_of(fleet, one), blocks_of(fleet, two)) == (0, len(KEYS))
 
 
+def test_weights_that_nobody_has_any_more_are_forgotten() -> None:
+    one, two = Link.made("one"), Link.made("two")
+    fleet = fleet_of([one, two])
+
+    for version in range(100):
+        fleet.change_weights(one, str(version))
+        fleet.change_weights(two, str(version))
+    fleet.remove(two)
+
+    assert len(fleet._configs) == 1
+
+
 @pytest.mark.parametrize("count", [FEW, 3 * FEW])
 def test_all_get_their_turn(count: int) -> None:
     links = [Link.made(str(number)) for number in range(count)]

@@ -160,7 +160,7 @@ class Fleet:
         cached = self._cached.pop(link, None)
         if cached is not None:
             cached.clear()
-            _take(self._alike, naming_of(cached.config), bit)
+            self._take_alike(cached.config, bit)
         self._failed.pop(link, None)
         del self._turns[link]
         self._set_role(bit, None)
@@ -204,7 +204,7 @@ class Fleet:
     def change_weights(self, link: InstanceLink, version: str) -> None:
         """From now on keys of an instance are computed with this version of the weights."""
         cached = self.cached_of(link)
-        _take(self._alike, naming_of(cached.config), self._bits[link])
+        self._take_alike(cached.config, self._bits[link])
         model = replace(cached.config.model, weights_version=version)
         cached.config = replace(cached.config, model=model)
         self._put_alike(cached.config, self._bits[link])
@@ -213,6 +213,12 @@ class Fleet:
         naming = naming_of(config)
         self._configs[naming] = config
         _put(self._alike, naming, bit)
+
+    def _take_alike(self, config: Config, bit: Members) -> None:
+        naming = naming_of(config)
+        _take(self._alike, naming, bit)
+        if naming not in self._alike:
+            del self._configs[naming]
 
     def leads(self, prompt: PromptKeys) -> list[Lead]:
         """How many leading blocks of a prompt instances have; each is in one of these."""

@@ -40,6 +40,8 @@ FAILED_S = 10.0
 class _Introduced:
     """An open pair."""
 
+    number: int
+    """A pair that is opened again has another one."""
     uses: int
     """Requests under way in it."""
     used_at: float
@@ -95,8 +97,11 @@ class PairTable:
                 "instances hand nothing over: prefill=%s decode=%s cause=%s", *names, problem
             )
 
-    def use(self, prefill: InstanceLink, decode: InstanceLink) -> None:
-        """A request begins in a pair, which is opened if it is not; `can_use` was asked before."""
+    def use(self, prefill: InstanceLink, decode: InstanceLink) -> int:
+        """A request begins in a pair, which is opened if it is not; `can_use` was asked before.
+
+        Returns the number of the pair, which `release` wants.
+        """
         couple = prefill, decode
         if couple not in self._open:
             for link in couple:
@@ -105,12 +110,13 @@ class PairTable:
         pair = self._open[couple]
         pair.uses += 1
         pair.used_at = self._loop().time()
+        return pair.number
 
-    def release(self, prefill: InstanceLink, decode: InstanceLink) -> None:
-        """A request in a pair has ended; the pair may be gone with one of the two."""
+    def release(self, prefill: InstanceLink, decode: InstanceLink, number: int) -> None:
+        """A request in a pair has ended; the pair may be gone, or opened again, by now."""
         couple = prefill, decode
         pair = self._open.get(couple)
-        if pair is not None and pair.uses:
+        if pair is not None and pair.number == number:
             pair.uses -= 1
             pair.used_at = self._loop().time()
             if not pair.uses:
@@ -153,12 +159,13 @@ class PairTable:
         assert other is not None
         assert ready.engine is not None
         assert other.engine is not None
-        pair = self._open[prefill, decode] = _Introduced(0, self._loop().time())
+        self._opened_count += 1
+        pair = _Introduced(self._opened_count, 0, self._loop().time())
+        self._open[prefill, decode] = pair
         for link in (prefill, decode):
             self._of.setdefault(link, {})[prefill, decode] = pair
-        self._opened_count += 1
         message = OpenPair(
-            pair=PairSpec(prefill=ready.engine, decode=other.engine, number=self._opened_count)
+            pair=PairSpec(prefill=ready.engine, decode=other.engine, number=pair.number)
         )
         # The one that is dialled first.
         prefill.send(message)

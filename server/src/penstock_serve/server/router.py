@@ -203,7 +203,7 @@ class _Prefill:
 
     def _begin(self) -> Request:
         """Opens the pair if it is not open, and names the handoff."""
-        self._router.pairs.use(self._prefill, self._decode)
+        self._pair = self._router.pairs.use(self._prefill, self._decode)
         self._tried.add(self._prefill)
         return msgspec.structs.replace(
             self._request,
@@ -215,14 +215,14 @@ class _Prefill:
     async def _compute(self) -> None:
         """Has the prompt computed by one instance after the other, until one has done it."""
         while True:
-            prefill = self._prefill
+            prefill, pair = self._prefill, self._pair
             try:
                 if await self._is_computed_by(prefill):
                     # The pair stays open until the KV has arrived.
                     await self._over.wait()
                     return
             finally:
-                self._router.pairs.release(prefill, self._decode)
+                self._router.pairs.release(prefill, self._decode, pair)
             self._router.note_failure(prefill)
             if self._decode.lost:
                 return
