@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from typing import Any
 
@@ -181,3 +182,35 @@ def test_the_same_moves_can_fail() -> None:
             await play.do("ask")
 
     asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def test_an_instance_that_dies_when_it_has_loaded_new_weights_is_reported_as_lost() -> None:
+    problems: list[Any] = []
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+        played = Play(waits=False)
+        await settled()
+        dying = played.instances["two"]
+        take = dying._take
+
+        def take_and_die(message: Any, wanted: str) -> None:
+            take(message, wanted)
+            if isinstance(message, ms.LoadWeights):
+                dying.end.channel.fail("killed")
+
+        dying._take = take_and_die  # type: ignore[method-assign]
+        task = asyncio.create_task(
+            played.control.load_weights(WeightsRequest(path="new", version="new"))
+        )
+        while not task.done():
+            await played.run(answers=True)
+        result = task.result()
+        assert (result.done, list(result.failed)) == (["one"], ["two"])
+        assert "killed" in result.failed["two"]
+        await played.end()
+
+    asyncio.run(play())
+    gc.collect()
+    assert problems == []

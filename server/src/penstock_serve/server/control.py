@@ -406,7 +406,7 @@ class Control:
         if result.problem:
             link.held_back = result.problem
             logger.error("weights not loaded: instance=%s cause=%s", link.name, result.problem)
-        else:
+        elif not link.lost:  # It may have died just after its answer.
             self._router.note_weights(link)
             link.held_back = ""
 
