@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING
+
 import pytest
 
-from penstock.config import parse_config
+from penstock.config import load_config, parse_config
 from penstock.config.values import EngineTable
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEAD = """
 version = 1
@@ -297,3 +303,29 @@ def test_what_a_shared_store_could_not_use_is_refused_when_the_file_is_read(
     keys: str, message: str
 ) -> None:
     assert refusal(f"{HEAD}{DEVICE}{SHARED}{keys}\n") == f"tiers[1].{message}"
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000, "-" + "9" * 30])
+def test_a_number_that_is_too_long_for_a_message_is_refused_in_one_line(number: str) -> None:
+    said = refusal(f"{HEAD}[cache]\nblocks = {number}\n")
+
+    assert said == "TOML: cannot be read: it has a whole number of more than 64 bits"
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    said = refusal(f'{HEAD}[cache]\nblocks = "{"A" * 100_000}"\n')
+
+    assert said.endswith("A… (100002 characters), must be a whole number from 0 to 2147483647")
+    assert len(said) < 500
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "large.toml"])
+def test_a_file_that_is_too_large_for_a_configuration_is_not_read(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name  # The first stays as it is.
+    if name == "large.toml":
+        path.write_text("#" * (1 << 20) + "\n")
+
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: has more than 1048576 characters")):
+        load_config(path)

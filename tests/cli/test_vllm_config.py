@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -122,3 +123,17 @@ def test_a_file_without_tiers_is_refused(
 
     assert run(["vllm-config", str(file)]) == 2
     assert "tiers" in capsys.readouterr().err
+
+
+def test_a_file_that_can_be_read_once_is_put_into_the_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read, write = os.pipe()
+    os.write(write, TOML.encode())
+    os.close(write)
+
+    assert run(["vllm-config", f"/dev/fd/{read}", "--inline", "--bare"]) == 0
+    os.close(read)
+
+    extra = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
+    assert extra["config"] == TOML

@@ -26,7 +26,7 @@ from penstock.cli.conventions import (
     with_options,
 )
 from penstock.config import STARTER_TOML, load_completed, load_config, parse_config
-from penstock.config.toml import key_tables
+from penstock.config.toml import key_tables, read_text
 from penstock.config.values import NOT_PERSISTED
 from penstock.connectors.vllm.versions import FAIL, RECOMPUTE, ROLE, ROLES
 from penstock.doctor.checks import FindingStatus, examine
@@ -166,10 +166,11 @@ def print_sglang_options(file: FileArgument, **given: Any) -> None:  # noqa: ANN
 
 def _for_engine(file: Path, engine: str, *, inline: bool) -> str:
     """What an engine is told of a configuration file, which must be one that is of use to it."""
-    if not load_config(file).cache.tiers:
+    text = read_text(file)  # Once: it may be a pipe.
+    if not parse_config(text, source=str(file)).cache.tiers:
         raise ConfigError(f"{file}: tiers", f"is missing: {engine} would get no tier below its own")
     if inline:
-        return file.read_text(encoding="utf-8")
+        return text
     given = str(file.resolve())
     if "\n" in given:
         # What has a line break in it is the content of a file.

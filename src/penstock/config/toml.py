@@ -51,6 +51,7 @@ from penstock.vocabulary.schema import (
     Whole,
     nearest,
     settings_of,
+    shown,
     texts_under,
     unknown,
 )
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
 
 
 VERSION = 1
+TEXT_MAX = 1 << 20
+"""Characters of a file: more are read of a device or by mistake."""
+NUMBER_BITS = 64
 OPTIONAL_TABLES: Mapping[str, type] = {
     "handoff": HandoffTable,
     "engine": EngineTable,
@@ -144,7 +148,7 @@ def load_completed(path: str | Path, complete: Callable[[dict[str, object]], Non
 
     Raises `ConfigError`: as `load_config`.
     """
-    return _completed(_read_file(path), complete, source=str(path))
+    return _completed(read_text(path), complete, source=str(path))
 
 
 def parse_completed(text: str, complete: Callable[[dict[str, object]], None]) -> Config:
@@ -155,19 +159,28 @@ def parse_completed(text: str, complete: Callable[[dict[str, object]], None]) ->
     return _completed(text, complete, source="")
 
 
-def _read_file(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """The text of a configuration file.
+
+    Raises `ConfigError`: it cannot be read, or is none.
+    """
     if not isinstance(path, str | Path):
         raise ConfigError(
             "path", f"is {reprlib.repr(path)}, must be the path of a TOML file, a str or a Path"
         )
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(TEXT_MAX + 1)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), "cannot be read: is not UTF-8 text") from error
     except ValueError as error:  # A path with a null byte, or with half a character.
         raise ConfigError(reprlib.repr(path), f"cannot be read: {error}") from error
+    if len(text) > TEXT_MAX:
+        problem = f"has more than {TEXT_MAX} characters, which no configuration needs"
+        raise ConfigError(str(path), problem)
+    return text
 
 
 def parse_config(text: str, *, source: str = "") -> Config:
@@ -199,14 +212,25 @@ def _from_source(error: ConfigError, source: str) -> ConfigError:
 
 
 def _read_toml(text: str) -> dict[str, object]:
+    problem = f"it has a whole number of more than {NUMBER_BITS} bits"
     try:
-        return tomllib.loads(text)
+        document = tomllib.loads(text)
+        if not _has_long_number(document):
+            return document
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("TOML", f"cannot be read: {error}") from error
     except RecursionError:
-        raise ConfigError(
-            "TOML", "cannot be read: its arrays or tables are nested too deeply; four levels do"
-        ) from None
+        problem = "its arrays or tables are nested too deeply; four levels do"
+    except ValueError:
+        pass  # Python reads no number of more than 4,300 digits.
+    raise ConfigError("TOML", f"cannot be read: {problem}")
+
+
+def _has_long_number(value: object) -> bool:
+    """Whether there is a number that TOML does not know, and that no message could show."""
+    if isinstance(value, dict | list):
+        return any(map(_has_long_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and value.bit_length() > NUMBER_BITS
 
 
 class _Problems:
@@ -273,7 +297,8 @@ def _check_version(document: dict[str, object]) -> None:
         raise ConfigError("version", f"is missing; must be {VERSION}")
     version = document["version"]
     if type(version) is not int or version != VERSION:
-        raise ConfigError("version", f"is {version!r}, must be {VERSION}: no other is known here")
+        problem = f"is {shown(version)}, must be {VERSION}: no other is known here"
+        raise ConfigError("version", problem)
 
 
 def _read_cache(
@@ -427,7 +452,7 @@ class _Table:
     def _read(self, name: str) -> Any:  # noqa: ANN401  (as its key says)
         place = f"{self.place}.{name}"
         if place in REMOVED_KEYS:
-            raise ConfigError(place, f"is {self.given[name]!r}, {REMOVED_KEYS[place]}")
+            raise ConfigError(place, f"is {shown(self.given[name])}, {REMOVED_KEYS[place]}")
         if name not in self.keys:
             raise ConfigError(place, unknown(name, self.keys))
         setting = self.keys[name]
@@ -453,7 +478,7 @@ class _Table:
 
 def _table_at(place: str, given: object) -> dict[str, object]:
     if not isinstance(given, dict):
-        raise ConfigError(place, f"is {given!r}, must be a table")
+        raise ConfigError(place, f"is {shown(given)}, must be a table")
     return given
 
 

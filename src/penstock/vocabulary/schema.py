@@ -48,8 +48,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+SHOWN_MAX = 200
+"""Characters of a value in a message."""
+
+
+def shown(value: object) -> str:
+    """A value as messages have it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}… ({len(text)} characters)"
+
+
 def _refused(place: str, value: object, must_be: object) -> ConfigError:
-    return ConfigError(place, f"is {value!r}, must be {must_be}")
+    return ConfigError(place, f"is {shown(value)}, must be {must_be}")
 
 
 class ValueKind(Generic[T]):
