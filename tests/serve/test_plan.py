@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from lab.reference_pages import completed
 from penstock.cli.app import PENSTOCK, run
-from penstock.config import Config, load_config, parse_config
+from penstock.config import Config, load_config, parse_completed, parse_config
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
 from penstock_serve.cli.serve import serve
 from penstock_serve.engine.checkpoints import find_model
-from penstock_serve.engine.defaults import handoff_settings
+from penstock_serve.engine.defaults import complete, handoff_settings
 from penstock_serve.server.plan import instances_of, settle
 from penstock_serve.server.serve_options import ServeOptions
 from penstock_serve.server.server_socket import listen
@@ -125,6 +125,47 @@ def test_a_file_that_leaves_device_blocks_to_the_engine_may_lose_its_tier(
     assert config.cache.tiers == ()
     assert config.cache.device is not None
     assert config.cache.device.slot_count == 512
+
+
+TIERS = """
+version = 1
+[[tiers]]
+name = "near"
+kind = "host"
+blocks = 40
+write = "write_through"
+[[tiers]]
+name = "far"
+kind = "disk"
+path = "/of/the/file"
+gib = 2
+key_file = "/a/key"
+eviction = "lru"
+[[tiers]]
+name = "all"
+kind = "objects"
+url = "file:///of/all"
+"""
+
+
+def test_sizes_and_places_change_nothing_else_of_a_tier(model_folder: Path) -> None:
+    file = parse_completed(TIERS, complete)
+    model = {"model": str(model_folder)}
+
+    for wishes, path, gib in (
+        ({"disk": "/other", "disk_gib": 3}, "/other", 3),
+        ({"disk": "/other"}, "/other", 2),
+        ({"disk_gib": 3}, "/of/the/file", 3),
+    ):
+        config = settle(file, ServeOptions(host_gib=0.5, **model, **wishes))  # type: ignore[arg-type]
+
+        near, far, _ = config.cache.tiers
+        assert (near.name, near.write.kind.value) == ("near", "write_through")
+        assert (far.name, far.eviction) == ("far", "lru")
+        host, disk, _ = config.tier_kinds
+        assert (host.name, host.gib) == ("host", 0.5)
+        assert (disk.options["path"], disk.gib) == (path, gib)
+        assert disk.options["key_file"] == "/a/key"
 
 
 def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -> None:

@@ -99,15 +99,19 @@ def _take_options(document: dict[str, Any], *, options: ServeOptions, more: dict
                 table[key] = given[key]
     tiers: list[dict[str, Any]] = document.setdefault("tiers", [])
     if options.host_gib is not None:
-        if tiers and tiers[0]["kind"] == HOST_TIER:
-            del tiers[0]
+        host = tiers.pop(0) if tiers and tiers[0]["kind"] == HOST_TIER else {"name": HOST_TIER}
+        host.pop("blocks", None)
         if options.host_gib:
-            tiers.insert(0, {"name": HOST_TIER, "kind": HOST_TIER, "gib": options.host_gib})
+            tiers.insert(0, {**host, "kind": HOST_TIER, "gib": options.host_gib})
     if options.disk is not None or options.disk_gib is not None:
-        path = _disk_of(options, has_tiers=bool(tiers))
-        tiers[:] = [tier for tier in tiers if tier["kind"] != DISK_TIER]
-        room = {"path": path, "gib": options.disk_gib}
-        tiers.append({"name": DISK_TIER, "kind": DISK_TIER, **room})
+        disks = [tier for tier in tiers if tier["kind"] == DISK_TIER]
+        given = _disk_of(options, in_file=bool(disks), has_tiers=bool(tiers))
+        if disks:
+            disks[0].update(given)
+        else:
+            tiers.append({"name": DISK_TIER, "kind": DISK_TIER, **given})
+        for further in disks[1:]:
+            tiers.remove(further)
 
 
 def serves_http(config: Config | None, options: ServeOptions) -> bool:
@@ -248,13 +252,16 @@ def _require_values(options: ServeOptions) -> None:
             raise ConfigError(option, "is empty, must be left out or have a value")
 
 
-def _disk_of(options: ServeOptions, *, has_tiers: bool) -> str:
-    if options.disk is None or options.disk_gib is None:
+def _disk_of(options: ServeOptions, *, in_file: bool, has_tiers: bool) -> dict[str, object]:
+    """The keys of a disk tier that options set; without one in the file they must set both."""
+    if not in_file and (options.disk is None or options.disk_gib is None):
         given, missing = ("--disk", "--disk-gib") if options.disk else ("--disk-gib", "--disk")
         raise ConfigError(given, f"is given without {missing}, must be given with it")
     if not has_tiers:
         raise ConfigError("--disk", "is given without host memory, must be given with --host-gib")
-    return str(Path(options.disk).expanduser().absolute())
+    path = None if options.disk is None else str(Path(options.disk).expanduser().absolute())
+    found = {"path": path, "gib": options.disk_gib}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
