@@ -312,6 +312,14 @@ def test_a_number_that_is_too_long_for_a_message_is_refused_in_one_line(number: 
     assert said == "TOML: cannot be read: it has a whole number of more than 64 bits"
 
 
+def test_blocks_in_the_place_of_a_size_that_has_a_default_are_refused_with_what_to_give() -> None:
+    tier = '[[tiers]]\nname = "far"\nkind = "objects"\nurl = "file:///far"\nblocks = 9\n'
+
+    assert refusal(HEAD + DEVICE + tier) == (
+        "tiers[0].blocks: has no effect while gib is 256.0, its default here; give gib in its place"
+    )
+
+
 def test_a_long_value_is_shown_in_part() -> None:
     said = refusal(f'{HEAD}[cache]\nblocks = "{"A" * 100_000}"\n')
 

@@ -401,7 +401,9 @@ def _choose_size(table: _Table) -> None:
         must_be = either or f"; must be {TIER_KEYS['blocks'].key}"
         raise ConfigError(f"{table.place}.blocks", f"is missing{must_be}")
     if size_gib:
-        table.refuse(["blocks"], f"has no effect while gib is {size_gib}; give one of the two")
+        default = ", its default here; give gib in its place"
+        what = "; give one of the two" if "gib" in table.given else default
+        table.refuse(["blocks"], f"has no effect while gib is {size_gib}{what}")
         table.values["blocks"] = UNSIZED_BLOCKS
 
 
