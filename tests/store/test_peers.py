@@ -14,14 +14,24 @@ from lab.fixtures.store_tier_suite import WAIT_S
 from penstock.cache.operations import BlockFault
 from penstock.config.shared_stores import PeerSettings
 from penstock.errors import UnavailableError
-from penstock.store.base import LentBlocks
+from penstock.store.base import DIGEST_BYTES, LentBlocks
 from penstock.store.peers import network
 from penstock.store.peers.blobs import PeerBlobs
-from penstock.store.peers.messages import PeerHello, Resets, frames
+from penstock.store.peers.messages import (
+    FOUND,
+    MISSING,
+    BlocksRead,
+    PeerHello,
+    ReadBlocks,
+    Resets,
+    frames,
+)
 from penstock.store.peers.tier import PeerTier
+from penstock.store.shared.values import piece_of
 from penstock.transport.base import ChannelClosed, ChannelFailed, ReceivedFrame
 from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import connect
+from penstock.vocabulary.keys import KEY_BYTES
 from tests.ports import free_ports
 from tests.store.shared_engines import SPACE, Engine, draw_chain
 from tests.store.test_shared import packed, split
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from penstock.transport.zmq_channel import ZmqChannel
     from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Layout
 
@@ -319,16 +330,77 @@ def test_a_peer_that_talks_garbage_is_cut_off_and_changes_nothing(
     peers: Peers, said: bytes
 ) -> None:
     engine = peers.engine(0, split(1))
-    address = peers.addresses[0].replace("unix:", "ipc://")
-    channel = connect(address, name="peer", deadline=time.monotonic() + WAIT_S)
+    channel = channel_to(peers.addresses[0])
 
     channel.send(said)
 
+    assert is_cut_off(channel)
+    assert engine.tier.generation(SPACE) == 0
+    assert engine.tier.state().on
+
+
+def read_of(keys: bytes, spans: list[tuple[int, int]]) -> bytes:
+    """A read as a peer may send it, whatever it asks for."""
+    return frames.encode(ReadBlocks(1, SPACE, 0, bytes(DIGEST_BYTES), keys, spans))
+
+
+def channel_to(address: str, name: str = "peer") -> ZmqChannel:
+    at = address.replace("unix:", "ipc://")
+    return connect(at, name=name, deadline=time.monotonic() + WAIT_S)
+
+
+def is_cut_off(channel: ZmqChannel) -> bool:
     while isinstance(
         received := channel.receive(deadline=time.monotonic() + WAIT_S), ReceivedFrame
     ):
         pass
-    assert isinstance(received, ChannelClosed | ChannelFailed)
     channel.close()
-    assert engine.tier.generation(SPACE) == 0
-    assert engine.tier.state().on
+    return isinstance(received, ChannelClosed | ChannelFailed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "spans"),
+    [
+        (b"", [(0, 1 << 62)] * 4),
+        (bytes(KEY_BYTES), [(0, 1 << 62)] * 4),
+        (bytes(KEY_BYTES) * 4096, [(0, 1 << 20)]),
+        (bytes(KEY_BYTES - 1), [(0, 1)]),
+    ],
+    ids=["sizes without a key", "sizes", "too much in all", "half a key"],
+)
+def test_a_peer_that_reads_what_no_value_has_is_cut_off_and_others_go_on(
+    peers: Peers, keys: bytes, spans: list[tuple[int, int]]
+) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    channel = channel_to(peers.addresses[0])
+    channel.send(frames.encode(PeerHello(1)))
+
+    channel.send(read_of(keys, spans))
+
+    assert is_cut_off(channel)
+    chain = draw_chain(1, 2)
+    one.lend(chain)
+    other.knows(2)
+    assert other.faults_of(chain) == set()
+    assert one.tier.state().on
+
+
+def test_of_what_was_not_found_no_byte_is_sent(peers: Peers) -> None:
+    engine = peers.engine(0, split(1))
+    key = draw_chain(1, 1)[0]
+    engine.lend([key])
+    channel = channel_to(peers.addresses[0])
+    channel.send(frames.encode(PeerHello(1)))
+
+    piece = piece_of(engine.arenas[0])
+    keys = bytes(KEY_BYTES) + key + bytes(KEY_BYTES)
+    channel.send(frames.encode(ReadBlocks(1, SPACE, 0, piece.name, keys, [(0, piece.value_bytes)])))
+
+    deadline, answer = time.monotonic() + WAIT_S, None
+    while not isinstance(answer, BlocksRead):
+        received = channel.receive(deadline=deadline)
+        assert isinstance(received, ReceivedFrame)
+        answer = frames.decode(received.frame)
+    channel.close()
+    assert list(answer.found) == [MISSING, FOUND, MISSING]
+    assert len(answer.content) == piece.value_bytes

@@ -171,19 +171,17 @@ class PeerBlobs(BlobStore):
         size = sum(length for _, length in wanted.spans)
         count = len(wanted.positions)
         space, piece, _ = wanted.names[0]
-        if len(answer.found) != count or len(answer.content) != count * size:
-            lacking = list(range(count))
-        else:
-            lacking = [at for at, each in enumerate(answer.found) if each != FOUND]
-        lacks = set(lacking)
+        there = [at for at, each in enumerate(answer.found) if each == FOUND]
+        if len(answer.found) != count or len(answer.content) != len(there) * size:
+            there = []
+        lacking = sorted(set(range(count)) - set(there))
         with self.network.lock:
             holder.forget(space, piece, [wanted.names[at].key for at in lacking])
             if self.network.books.generations.current(space.name) != space.generation:
                 return wanted.positions  # A reset came meanwhile.
-        for at, position in enumerate(wanted.positions):
-            if at not in lacks:
-                content = answer.content[at * size : (at + 1) * size]
-                _scatter(reads[position], wanted.spans, content)
+        for row, at in enumerate(there):
+            content = answer.content[row * size : (row + 1) * size]
+            _scatter(reads[wanted.positions[at]], wanted.spans, content)
         return [wanted.positions[at] for at in lacking]
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:

@@ -34,6 +34,7 @@ ANSWER_BYTES = 4 << 20
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
 Numbers = Annotated[list[Count], msgspec.Meta(max_length=ANCESTORS_MAX + 1)]
 
 MISSING, FOUND = 0, 1
@@ -96,7 +97,7 @@ class ReadBlocks(PeerMessage, array_like=True, frozen=True, gc=False):
     generation: Count
     piece: Digest
     keys: Keys
-    spans: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=SPANS_MAX)]
+    spans: Annotated[list[tuple[Count, Size]], msgspec.Meta(max_length=SPANS_MAX)]
     """Where each begins in the value, and its length."""
 
 

@@ -403,14 +403,16 @@ class PeerNetwork:
         """The answer to a peer that reads."""
         whole, rest = divmod(len(request.keys), KEY_BYTES)
         size = sum(length for _, length in request.spans)
-        if rest or whole * size > ANSWER_BYTES:
-            raise PeerError(f"it reads {whole} blocks of {size} bytes at once")
+        if rest or not whole or not 0 < whole * size <= ANSWER_BYTES:
+            raise PeerError(f"it reads {len(request.keys)} bytes of keys, {size} bytes of each")
         keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
         space = Space(request.space, request.generation)
         content = np.empty(whole * size, dtype=np.uint8)
         found = self.read_here(
             space, request.piece, keys, request.spans, content.reshape(whole, size)
         )
+        if not all(found):  # Rows of others were never written: what they hold is ours alone.
+            content = content.reshape(whole, size)[found].reshape(-1)
         return BlocksRead(request.number, answer(found), content.data)
 
     def read_here(
