@@ -18,7 +18,7 @@ from penstock.store.peers import lending
 from penstock.store.peers.books import PeerBooks
 from penstock.store.peers.generations import FIRST, PeerGenerations
 from penstock.store.peers.messages import Resets
-from penstock.store.shared.generations import ANCESTORS_MAX, Lineage
+from penstock.store.shared.generations import ANCESTORS_MAX, LINEAGES_MAX, Lineage
 
 if TYPE_CHECKING:
     from penstock.store.peers.books import Conversation
@@ -231,7 +231,7 @@ def test_what_was_ended_does_not_count_again_when_somebody_comes_back_with_it() 
     known.replace(SPACE, Lineage(1, (FIRST,)))
     known.replace(SPACE, Lineage(2, (1, FIRST)))
 
-    assert not known.merge(SPACE, [1], [])
+    assert not known.merge(SPACE, {1: 1}, {})
     assert not known.adopt(SPACE, 1)
 
     assert known.current(SPACE) == 2
@@ -248,3 +248,76 @@ def test_many_resets_are_remembered_in_bounded_memory() -> None:
     assert len(begun) <= ANCESTORS_MAX
     assert len(ended) <= ANCESTORS_MAX
     assert len(known.lineage(SPACE).ancestors) <= ANCESTORS_MAX
+
+
+def resets(known: PeerGenerations, numbers: range) -> None:
+    """One after the other, each of which knows of all before it."""
+    for number in numbers:
+        before = known.lineage(SPACE)
+        ancestors = (before.current, *before.ancestors)[:ANCESTORS_MAX]
+        known.replace(SPACE, Lineage(number, ancestors))
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 2000])
+def test_a_reset_that_nobody_has_ended_counts_however_many_others_are_heard_of(count: int) -> None:
+    one, other = PeerGenerations(), PeerGenerations()
+    resets(one, range(1, 2))
+    resets(other, range(2, 2 + count))
+
+    one.merge(SPACE, *other.said(SPACE))
+    other.merge(SPACE, *one.said(SPACE))
+
+    # What others have computed since does not know of reset 1.
+    assert one.current(SPACE) == other.current(SPACE)
+    assert one.current(SPACE) not in {1 + count, 1, FIRST}
+    assert max(map(len, one.said(SPACE))) <= ANCESTORS_MAX
+
+
+def test_a_space_that_was_forgotten_is_not_as_if_it_had_never_been_reset() -> None:
+    known = PeerGenerations()
+    resets(known, range(1, 2))
+
+    for number in range(2 * LINEAGES_MAX):
+        known.merge(number.to_bytes(16, "big"), {number + 1: 1}, {})
+
+    assert known.current(SPACE) not in {1, FIRST}
+    assert not known.lineage(SPACE).descends_from(1)
+    assert known.said(SPACE)[0].keys() == {known.current(SPACE)}
+    assert len(list(known)) <= LINEAGES_MAX
+
+
+def test_who_says_that_all_generations_have_ended_brings_none_back() -> None:
+    known = PeerGenerations()
+    resets(known, range(1, 2))
+    counted = {FIRST, 1}
+
+    for number in range(2, 9):
+        known.merge(SPACE, {}, {known.current(SPACE): number})
+        assert known.current(SPACE) not in counted
+        counted.add(known.current(SPACE))
+        resets(known, range(number, number + 1))
+        assert known.current(SPACE) not in counted
+        counted.add(known.current(SPACE))
+
+
+@pytest.mark.parametrize("count", [400, 600])
+def test_after_very_many_resets_that_did_not_know_of_each_other_peers_agree_and_fall_silent(
+    count: int,
+) -> None:
+    fleet = Fleet(1)
+    for site in fleet.sites:
+        first = 1 + count * site.number
+        for number in range(first, first + count):
+            fleet.reset(site, number)
+    for pair in ((0, 1), (0, 2), (1, 2), (3, 0), (3, 1), (3, 2), (1, 0), (2, 0), (2, 1)):
+        fleet.dial(*pair)
+    carried = 0
+
+    while said := sum(
+        fleet.carry(*pair, forth=forth) for pair in list(fleet.lines) for forth in (True, False)
+    ):
+        carried += said
+        assert carried < 1000
+
+    assert len({site.books.generations.current(SPACE) for site in fleet.sites}) == 1
+    fleet.check()

@@ -33,7 +33,7 @@ from penstock.store.peers.messages import (
     ReadBlocks,
     Resets,
 )
-from penstock.store.shared.generations import GEOMETRIES_MAX
+from penstock.store.shared.generations import GEOMETRIES_MAX, LINEAGES_MAX
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -194,9 +194,9 @@ class PeerBooks:
 
     def has_all(self, conversation: Conversation, space: bytes) -> bool:
         """Whether a peer has said that it knows every reset that is known here."""
-        begun, ended = map(set, self.generations.said(space))
-        their_begun, their_ended = conversation.known.get(space, (set(), set()))
-        return begun <= their_begun | their_ended and ended <= their_ended
+        counting, ended = map(set, self.generations.said(space))
+        theirs, their_ended = conversation.known.get(space, (set(), set()))
+        return counting <= theirs | their_ended and ended <= their_ended
 
     # What is found, here and there.
 
@@ -242,9 +242,11 @@ class PeerBooks:
 
     def _take_resets(self, said: Conversation, message: Resets) -> Known:
         space = message.space
-        before = said.known.get(space)
-        now = said.known[space] = (set(message.begun), set(message.ended))
-        changed = self.generations.merge(space, message.begun, message.ended)
+        before = said.known.pop(space, None)
+        now = said.known[space] = (set(message.counting), set(message.ended))
+        if len(said.known) > LINEAGES_MAX:
+            del said.known[next(iter(said.known))]
+        changed = self.generations.merge(space, message.counting, message.ended)
         if changed:
             self.tell_resets(space, besides=said)
         # Both forget what is very old: who says the same again is not asked again.

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.store.base import DIGEST_BYTES
+from penstock.store.peers.generations import ORDER_MAX
 from penstock.store.shared.generations import ANCESTORS_MAX
 from penstock.store.shared.values import RANKS_MAX, RECORD_BYTES_MAX
 from penstock.transport.base import FRAME_BYTES_MAX
@@ -35,7 +36,9 @@ ANSWER_BYTES = 4 << 20
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
-Numbers = Annotated[list[Count], msgspec.Meta(max_length=ANCESTORS_MAX + 1)]
+Generation = Annotated[int, msgspec.Meta(ge=1)]
+Order = Annotated[int, msgspec.Meta(ge=0, le=ORDER_MAX)]
+Generations = Annotated[dict[Generation, Order], msgspec.Meta(max_length=ANCESTORS_MAX)]
 
 MISSING, FOUND = 0, 1
 """Of a block in `BlocksRead`."""
@@ -58,8 +61,8 @@ class Resets(PeerMessage, array_like=True, frozen=True, gc=False):
     """What a process knows of the generations of a space, as `PeerGenerations` has it."""
 
     space: Digest
-    begun: Numbers
-    ended: Numbers
+    counting: Generations
+    ended: Generations
     asks: bool
     """Whether the other end is to say what it knows now."""
 
