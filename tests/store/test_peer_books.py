@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.errors import PeerError
 from penstock.store.base import LentBlocks, Space
-from penstock.store.peers import lending
-from penstock.store.peers.books import PeerBooks
+from penstock.store.peers import books, lending
+from penstock.store.peers.books import CHANGES_MAX, SHAPES_BYTES_MAX, PeerBooks
 from penstock.store.peers.generations import FIRST, PeerGenerations
-from penstock.store.peers.messages import Resets
+from penstock.store.peers.messages import LentForms, PeerHello, Resets
 from penstock.store.shared.generations import ANCESTORS_MAX, LINEAGES_MAX, Lineage
+from penstock.store.shared.values import RECORD_BYTES_MAX
 
 if TYPE_CHECKING:
     from penstock.store.peers.books import Conversation
@@ -321,3 +323,60 @@ def test_after_very_many_resets_that_did_not_know_of_each_other_peers_agree_and_
 
     assert len({site.books.generations.current(SPACE) for site in fleet.sites}) == 1
     fleet.check()
+
+
+def listed_by(reader: PeerBooks, lender: PeerBooks) -> tuple[Conversation, Conversation]:
+    """A reader that has taken in all that a lender has to say, and both ends of their channel."""
+    hears, says = reader.begin(reads=True), lender.begin(reads=False)
+    while (message := lender.next_message(says)) is not None:
+        reader.take(hears, message)
+    return hears, says
+
+
+def test_a_reader_that_takes_nothing_costs_no_more_than_what_is_lent() -> None:
+    site, reader = Site(1), PeerBooks(2)
+    site.lend([number.to_bytes(16, "big") for number in range(8)])
+    hears, says = listed_by(reader, site.books)
+
+    for number in range(8, 50_000):
+        key, before = number.to_bytes(16, "big"), (number - 8).to_bytes(16, "big")
+        blocks = LentBlocks(1, [ARENA], Space(SPACE, FIRST), [key], [0], 0)
+        site.books.lend(blocks, [before])
+
+    assert sum(map(len, says.changed.values())) <= CHANGES_MAX + 8
+    while (message := site.books.next_message(says)) is not None:
+        reader.take(hears, message)
+    here = {number.to_bytes(16, "big") for number in range(49_992, 50_000)}
+    assert set(next(iter(hears.listings.values())).keys) == here
+    assert hears.listed == 8
+
+
+def test_more_than_a_peer_may_list_is_not_noted_and_the_rest_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(books, "LISTED_MAX", 10)
+    site, reader = Site(1), PeerBooks(2)
+    keys = [number.to_bytes(16, "big") for number in range(30)]
+    site.lend(keys)
+
+    hears, _ = listed_by(reader, site.books)
+
+    assert hears.listed == 10
+    assert sum(bool(reader.find(Space(SPACE, FIRST), PIECE, key)) for key in keys) == 10
+
+
+def test_a_peer_that_speaks_of_ever_new_spaces_costs_bounded_memory() -> None:
+    reader = PeerBooks(2)
+    said = reader.begin(reads=True)
+    reader.take(said, PeerHello(1))
+
+    for number in range(2 * LINEAGES_MAX):
+        reader.take(said, Resets(number.to_bytes(16, "big"), {1: 1}, {}, asks=False))
+    record, count = bytes(RECORD_BYTES_MAX), SHAPES_BYTES_MAX // RECORD_BYTES_MAX
+    for number in range(count):
+        reader.take(said, LentForms(number.to_bytes(16, "big"), record))
+    with pytest.raises(PeerError, match="bytes of geometries"):
+        reader.take(said, LentForms(count.to_bytes(16, "big"), record))
+
+    assert len(said.known) <= LINEAGES_MAX
+    assert sum(map(len, said.shapes.values())) * RECORD_BYTES_MAX <= SHAPES_BYTES_MAX

@@ -47,6 +47,11 @@ LENDERS_MAX = 64
 """Engines of one peer process."""
 LISTED_MAX = 4 << 20
 """Keys that one peer may list: of 8 TiB of blocks of 2 MiB."""
+CHANGES_MAX = 1 << 14
+"""Keys of which a peer was not told, beside those that an engine has: with more it is told all
+anew."""
+SHAPES_BYTES_MAX = 4 << 20
+"""Of the geometries that one peer may tell: those of a thousand engines are fewer."""
 REQUESTS_MAX = 1024
 """Reads of one peer that wait for their turn."""
 
@@ -148,6 +153,16 @@ class PeerBooks:
             changed = each.changed.setdefault(lender.number, {})
             changed.update(dict.fromkeys(blocks.keys))
             changed.update(dict.fromkeys(gone))
+            if len(changed) > len(lender.slots) + CHANGES_MAX:
+                each.changed[lender.number] = dict.fromkeys(lender.slots)
+                if lender.number not in each.ended_due:
+                    each.ended_due.append(lender.number)
+
+    def give_up(self, lender: Lender, key: Key) -> None:
+        """A block of this process is not what it should be."""
+        if lender.slots.pop(key, None) is not None:
+            for each in self._readers():
+                each.changed.setdefault(lender.number, {})[key] = None
 
     def end_lending(self, life: int) -> None:
         ended = self.lendings.end(life)
@@ -233,9 +248,7 @@ class PeerBooks:
             case LendingEnded(lender) if said.reads:
                 said.end_listing(lender)
             case LentForms(space, record) if said.reads:
-                known = said.shapes.setdefault(space, [])
-                if record not in known and len(known) < GEOMETRIES_MAX:
-                    known.append(record)
+                self._take_shape(said, space, record)
             case _:
                 raise PeerError(f"{type(message).__name__} came where none belongs")
         return Known()
@@ -255,6 +268,17 @@ class PeerBooks:
             said.resets_due[space] = lacks
         return Known(resets=(space,)) if changed else Known()
 
+    def _take_shape(self, said: Conversation, space: bytes, record: bytes) -> None:
+        known = said.shapes.setdefault(space, [])
+        if record not in known and len(known) < GEOMETRIES_MAX:
+            known.append(record)
+        size = sum(len(each) for known in said.shapes.values() for each in known)
+        if size > SHAPES_BYTES_MAX:
+            known.remove(record)
+            raise PeerError(
+                f"it tells {size} bytes of geometries, must tell at most {SHAPES_BYTES_MAX}"
+            )
+
     def _take_lends(self, said: Conversation, message: Lends) -> None:
         space = Space(message.space, message.generation)
         listing = said.listings.get(message.lender)
@@ -265,10 +289,9 @@ class PeerBooks:
             said.listings[message.lender] = listing
         said.listed -= len(listing.keys)
         listing.keys.difference_update(_split(message.gone))
-        listing.keys.update(_split(message.keys))
+        room = max(0, LISTED_MAX - said.listed - len(listing.keys))
+        listing.keys.update(_split(message.keys)[:room])  # What is not noted is a miss.
         said.listed += len(listing.keys)
-        if said.listed > LISTED_MAX:
-            raise PeerError(f"it lists {said.listed} blocks, must list at most {LISTED_MAX}")
 
     def next_message(self, to: Conversation) -> AnyPeerMessage | None:
         """What it is to be told next, but for answers to its reads."""
