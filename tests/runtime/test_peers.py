@@ -165,6 +165,7 @@ def test_a_reset_is_reported_as_not_kept_while_a_peer_is_away(machines: PeerMach
         ('listen = "127.0.0.1:1"\npeers = ""', "tiers[1].peers: is '', must name other engines"),
         ('listen = "10.0.0.1:1"\npeers = "10.0.0.2:1"', "tiers[1].keys_file: is '' while listen"),
         ('listen = "127.0.0.1:1"\npeers = "h:1"', "tiers[1].keys_file: is '' while peers has"),
+        ('listen = "127.0.0.1:1"\npeers = "127.h:1"', "tiers[1].keys_file: is '' while peers has"),
         ('listen = "unix:x"\npeers = "unix:/x"', "tiers[1].listen: is 'unix:x', must be unix:"),
         (
             'listen = "127.0.0.1:1"\npeers = "127.0.0.1:2"\nwrite = "write_through"',

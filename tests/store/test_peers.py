@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from penstock.cache.operations import BlockFault
 from penstock.config.shared_stores import PeerSettings
 from penstock.errors import UnavailableError
 from penstock.store.base import DIGEST_BYTES, LentBlocks
+from penstock.store.clients.blobs import NotKeptError
 from penstock.store.peers import network
 from penstock.store.peers.blobs import PeerBlobs
 from penstock.store.peers.messages import (
@@ -27,10 +29,11 @@ from penstock.store.peers.messages import (
     frames,
 )
 from penstock.store.peers.tier import PeerTier
-from penstock.store.shared.values import piece_of
+from penstock.store.shared.generations import Lineage
+from penstock.store.shared.values import generation_name, piece_of
 from penstock.transport.base import ChannelClosed, ChannelFailed, ReceivedFrame
 from penstock.transport.machine_keys import MachineKeys
-from penstock.transport.zeromq import connect
+from penstock.transport.zeromq import Listener, connect
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.ports import free_ports
 from tests.store.shared_engines import SPACE, Engine, draw_chain
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Layout
+
+T = TypeVar("T")
 
 
 class PeerEngine(Engine):
@@ -76,6 +81,16 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         pause.wait(0.005)
+
+
+def wait_for(found: Callable[[], T]) -> T:
+    until(lambda: bool(found()))
+    return found()
+
+
+def locked(tier: PeerTier, call: Callable[[], T]) -> T:
+    with tier._network.lock:
+        return call()
 
 
 class Peers:
@@ -404,3 +419,103 @@ def test_of_what_was_not_found_no_byte_is_sent(peers: Peers) -> None:
     channel.close()
     assert list(answer.found) == [MISSING, FOUND, MISSING]
     assert len(answer.content) == piece.value_bytes
+
+
+def damage(engine: PeerEngine) -> None:
+    host = engine.arenas[0].host
+    host.arena.bytes[host.blocks_offset :: 97] ^= 1
+
+
+def test_wrong_bytes_of_one_peer_do_not_hide_those_of_another(peers: Peers) -> None:
+    engines = [peers.engine(number, split(1)) for number in range(3)]
+    keys = draw_chain(1, 4)
+    for engine in engines[:2]:
+        engine.lend(keys)
+    engines[2].knows(8)
+    damage(engines[0])
+
+    faults = [engines[2].faults_of(keys) for _ in range(3)]  # Whoever is asked first.
+
+    assert faults[-1] == set()
+    assert {BlockFault.CORRUPT} in faults
+    engines[2].require_loaded(keys)
+
+
+def test_a_damaged_block_of_this_process_is_not_found_again(peers: Peers) -> None:
+    tier = peers.tier(0)
+    one, other = PeerEngine(tier, split(1), salt=1), PeerEngine(tier, split(1), salt=2)
+    far = peers.engine(1, split(1))
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    far.knows(3)
+    damage(one)
+
+    assert other.faults_of(keys) == {BlockFault.CORRUPT}
+
+    assert other.find(keys) == 0
+    far.knows(0)
+
+
+def test_a_peer_that_always_answers_too_late_is_asked_ever_less_often(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "SLOW_S", 0.01)
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1), timeout_s=0.05)
+    keys = draw_chain(1, 3)
+    one.lend(keys)
+    other.knows(3)
+    [talk] = [each for each in other.tier._network._talks.values() if each.conversation.listed]
+    talk.slow_s = 0.01
+
+    for late in range(1, 4):
+        until(lambda: other.find(keys) == 3)
+        with one.tier._network.lock:
+            assert other.faults_of(keys) == {BlockFault.MISSING}
+        for count in (3 + 2 * late - 1, 3 + 2 * late):  # Its answer comes before the second.
+            one.lend(draw_chain(100 + count, 1))
+            other.knows(count)
+
+        assert talk.slow_s == 0.01 * 2**late
+
+
+def test_a_peer_that_goes_as_soon_as_it_has_come_is_dialled_ever_less_often(
+    peers: Peers,
+) -> None:
+    tier = peers.tier(0, peers=peers.addresses[1])
+    with Listener("peer", peers.addresses[1].replace("unix:", "ipc://")) as listener:
+        [target] = wait_for(lambda: list(tier._network._targets.values()))
+        while target.retry_s < network.RETRY_MAX_S:
+            channel = listener.accept(deadline=time.monotonic() + WAIT_S)
+            assert channel is not None
+            channel.send(frames.encode(PeerHello(1)))
+            channel.send(b"garbage")
+            assert is_cut_off(channel)
+
+
+def test_a_reset_is_not_kept_before_it_is_known_who_the_peers_are(peers: Peers) -> None:
+    blobs = PeerBlobs(peers.settings(0))
+    record = Lineage(5, (0,)).to_record(SPACE)
+
+    with pytest.raises(NotKeptError, match="is not known"):
+        blobs.replace(generation_name(SPACE), record, timeout_s=0.01)
+
+    blobs.network.stop()
+    blobs.network.run()
+    blobs.close()
+
+
+def test_who_was_found_by_name_stays_a_peer_while_names_cannot_be_looked_up(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "a test")
+
+    monkeypatch.setattr(network, "is_name", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(network, "RESOLVE_S", 0.01)
+    tier = peers.tier(0, peers=f"127.0.0.1:{free_ports(1)[0]}")
+    wait_for(lambda: "is away" in str(locked(tier, lambda: tier._network.unaware(SPACE))))
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    wait_for(lambda: "is not known" in str(locked(tier, lambda: tier._network.unaware(SPACE))))
+
+    assert "is away" in str(locked(tier, lambda: tier._network.unaware(SPACE)))

@@ -599,8 +599,7 @@ class PeerSettings(SharedOptions):
         found = _NODE.fullmatch(text)
         if found is None or not found["port"] or not 0 < int(found["port"]) <= PORT_MAX:
             raise ConfigError(key, f"has {text!r}, must be HOST:PORT or unix:/PATH")
-        near = found["host"] == "localhost" or found["host"].startswith("127.")
-        if not near and not self.keys_file:
+        if not _is_loopback(found["host"]) and not self.keys_file:
             raise ConfigError(
                 "keys_file",
                 f"is '' while {key} has {text!r}, which other machines can reach: must be the file "
@@ -611,6 +610,13 @@ class PeerSettings(SharedOptions):
     def addresses(self) -> tuple[str, ...]:
         """Of the others, as they are given."""
         return tuple(filter(None, (each.strip() for each in self.peers.split(","))))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False  # A name, whatever it begins with.
 
 
 CLIENT_SETTINGS: Mapping[str, Callable[..., SharedOptions]] = {

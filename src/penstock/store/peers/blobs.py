@@ -4,7 +4,7 @@
 |------------------|----------------------------------------------------------------------------|
 | `exists`         | what peers have listed; nobody is asked                                    |
 | `read`           | from an engine of this process, or a peer; who lacks a block loses its line |
-| `forget`         | what failed its sums is not asked for again where it came from             |
+| `forget`         | what failed its sums is not asked for again where this thread had it from  |
 | `get`, `replace` | the record of the generation, made of what peers know of resets            |
 | `create`         | the geometry of engines here, which is told to peers                       |
 | `write`          | nothing is written                                                          |
@@ -15,6 +15,7 @@ stays on for the others.
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -73,6 +74,8 @@ class PeerBlobs(BlobStore):
         super().__init__(settings.threads)
         self.network = PeerNetwork(settings)
         self._turn = 0
+        self._read = threading.local()
+        """Of each thread: who sent what it has read last (`holders`)."""
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         check_names(names, timeout_s=timeout_s)
@@ -92,6 +95,7 @@ class PeerBlobs(BlobStore):
         names = [_parse(each.name) for each in reads]
         outcomes = [BlobOutcome.MISSING] * len(reads)
         left = [at for at, name in enumerate(names) if name is not None]
+        self._read.holders = {}
         for _ in range(TRIES):
             left = self._try(reads, names, left, outcomes, deadline)
             if not left:
@@ -111,6 +115,7 @@ class PeerBlobs(BlobStore):
         asked: dict[int, tuple[Conversation, _Wanted]] = {}
         missing: set[int] = set()
         for holder, chosen in self._by_holder(names, left):
+            self._read.holders |= {names[position]: holder for position in chosen}
             for wanted in _requests(reads, names, chosen):
                 if isinstance(holder, Lender):
                     missing.update(self._copy_here(reads, wanted))
@@ -195,13 +200,21 @@ class PeerBlobs(BlobStore):
             for name in names:
                 parsed = _parse(name)
                 if parsed is not None:
-                    for each in books.conversations:
-                        each.forget(parsed.space, parsed.piece, [parsed.key])
+                    self._forget(parsed)
                 elif (record := _shape_number(name)) is not None:
                     space, number = record
                     known = books.shapes_of(space)
                     if number < len(known):
                         books.drop_shape(space, known[number])
+        self.network.tell()
+
+    def _forget(self, name: _Name) -> None:
+        """Of who has sent it to this thread; the lock is held."""
+        holder = getattr(self._read, "holders", {}).get(name)
+        if isinstance(holder, Lender):
+            self.network.books.give_up(holder, name.key)
+        elif holder is not None:
+            holder.forget(name.space, name.piece, [name.key])
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
         check_names([name], timeout_s=timeout_s)

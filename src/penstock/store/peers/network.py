@@ -123,9 +123,13 @@ class _Target:
     """An address that is dialled."""
 
     keys: MachineKeys | None
+    host: str
+    """By which it was given."""
     talk: _Talk | None = None
     retry_at: float = -math.inf
     retry_s: float = RETRY_S
+    met_at: float = math.inf
+    """When it has last said who it is, on this channel."""
     needless: bool = False
     """Whether it is ours, or a second one of a peer."""
 
@@ -161,8 +165,10 @@ class PeerNetwork:
         )
         self._talks: dict[Conversation, _Talk] = {}
         self._targets: dict[str, _Target] = {}
-        self._resolving: Future[dict[str, str]] | None = None
+        self._resolving: Future[tuple[dict[str, str], set[str]]] | None = None
         self._resolve_at = -math.inf
+        self._unknown = set(settings.addresses)
+        """Whom to dial is not known: there was no answer of a name server, or none was asked."""
         self._number = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -210,7 +216,8 @@ class PeerNetwork:
 
     def unaware(self, space: bytes) -> list[str]:
         """Who may not know a reset of a space that is known here; the lock is held."""
-        away = [
+        away = [f"the address of {host} is not known" for host in self._unknown]
+        away += [
             f"{address} is away"
             for address, target in self._targets.items()
             if not target.needless
@@ -279,16 +286,20 @@ class PeerNetwork:
             self._resolve_at = math.inf
         if self._resolving is None or not self._resolving.done():
             return
-        found = self._resolving.result()
+        found, unknown = self._resolving.result()
         self._resolving, self._resolve_at = None, now + RESOLVE_S
-        for address in list(self._targets):
-            if address not in found and self._targets[address].talk is None:
-                with self.lock:
+        for host in sorted(unknown - self._unknown):
+            logger.warning("peers cannot be looked up: name=%s", host)
+        with self.lock:
+            self._unknown = unknown
+            for address, target in list(self._targets.items()):
+                if address not in found and target.talk is None and target.host not in unknown:
                     del self._targets[address]
-        for address, name in list(found.items())[:PEERS_MAX]:
-            if address not in self._targets:
-                with self.lock:
-                    self._targets[address] = _Target(_keys_for(self._keys, address, name))
+            for address, host in list(found.items())[:PEERS_MAX]:
+                if address not in self._targets:
+                    keys = _keys_for(self._keys, address, host)
+                    self._targets[address] = _Target(keys, host)
+            self.resets_told.notify_all()
 
     def _dial(self, now: float) -> None:
         for address, target in self._targets.items():
@@ -306,9 +317,14 @@ class PeerNetwork:
                     target.talk = self._open(channel, address)
 
     def _put_off(self, target: _Target, why: str) -> None:
-        if target.retry_s == RETRY_S:
+        now = time.monotonic()
+        # One that goes as soon as it has come is not dialled at once again and again.
+        if now >= target.met_at + RETRY_MAX_S:
+            target.retry_s = RETRY_S
+        if target.met_at < math.inf or target.retry_s == RETRY_S:
             logger.warning("peer is away: cause=%s", why)
-        target.retry_at = time.monotonic() + target.retry_s
+        target.met_at = math.inf
+        target.retry_at = now + target.retry_s
         target.retry_s = min(2 * target.retry_s, RETRY_MAX_S)
 
     def _open(self, channel: ZmqChannel, address: str) -> _Talk:
@@ -349,9 +365,9 @@ class PeerNetwork:
             if new and talk.address:
                 self._meet(talk)
             if known.answer is not None:
-                talk.slow_s = SLOW_S
                 asker = talk.asked.pop(known.answer.number, None)
-                if asker is not None:
+                if asker is not None:  # Or it was too late.
+                    talk.slow_s = SLOW_S
                     asker.put(PeerAnswer(*_fields(known.answer)))
             self.resets_told.notify_all()
         for space in known.resets:
@@ -370,7 +386,7 @@ class PeerNetwork:
         if process == self.books.process or same:
             target.needless = True
             raise _NeedlessError
-        target.needless, target.retry_s = False, RETRY_S
+        target.needless, target.met_at = False, time.monotonic()
         logger.info("peer is here: at=%s", talk.address)
 
     def _send(self, talk: _Talk) -> None:
@@ -512,18 +528,27 @@ def _address(text: str) -> str:
     """An address as ZeroMQ spells it."""
     if text.startswith(UNIX):
         return f"ipc://{text.removeprefix(UNIX)}"
-    return f"tcp://{text.replace('localhost', '127.0.0.1')}"
+    host, _, port = text.rpartition(":")
+    return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
-def _resolved(addresses: Sequence[str]) -> dict[str, str]:
-    """All addresses of the peers, and the host by which each was given."""
+def _resolved(addresses: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """All addresses of the peers, with the host by which each was given; hosts without an answer.
+
+    That a name has no address is an answer: it stands for nobody now.
+    """
     found: dict[str, str] = {}
+    unknown: set[str] = set()
     for text in addresses:
         host, _, port = text.rpartition(":")
         if text.startswith(UNIX) or not is_name(host):
             found[_address(text)] = host
             continue
-        with suppress(OSError):  # It has none now: it is looked up again.
-            for *_, place in socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM):
-                found[f"tcp://{place[0]}:{port}"] = host
-    return found
+        try:
+            places = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno not in {socket.EAI_NONAME, socket.EAI_NODATA}:
+                unknown.add(host)
+        else:
+            found |= {f"tcp://{place[0]}:{port}": host for *_, place in places}
+    return found, unknown
