@@ -121,7 +121,7 @@ gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothi
 	@PYTHON="$(PYTHON)" .ci/gpu
 
 clean: ## remove .venv and those beside it, build results and caches
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(dir $(DYNAMO) $(LLAMA)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(dir $(DYNAMO) $(LLAMA)) build dist src/penstock/movers/compiled-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src server lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or

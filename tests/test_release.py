@@ -28,6 +28,7 @@ from penstock import errors
 from penstock.cli.entry import main
 from penstock.config import parse_config
 from penstock.doctor import checks
+from penstock.movers.compiled import library_path
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
@@ -280,6 +281,10 @@ def test_a_wheel_has_its_package_with_types_and_data_and_no_other(
     assert {each.partition("/")[0].partition("-")[0] for each in names} == {name}
     assert not [name for name in names if name.startswith(("lab/", "tests/", "docs/"))]
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    libraries = [library_path().name] if name == "penstock" else []
+    assert [path.rpartition("/")[2] for path in names if path.endswith(".so")] == libraries
+    platform = "manylinux_2_[0-9]+_[a-z0-9_]+" if libraries else "any"
+    assert re.search(f"-py3-none-{platform}[.]whl$", wheel.name)
     assert wheel.stat().st_size < WHEEL_BYTES_MAX
 
 
@@ -317,6 +322,15 @@ def test_what_is_installed_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) 
     assert penstock_says("--version") == f"penstock {PROJECT_VERSION}\n"
     assert json.loads(penstock_says("doctor", "--json", "-"))["penstock"] == PROJECT_VERSION
     assert "conversation" in penstock_says("replay", "--help")
+    # Nothing is compiled there.
+    loaded = subprocess.run(
+        [python, "-c", "import penstock.movers.compiled as found; found.load_library()"],
+        cwd=empty,
+        env={**os.environ, "CC": "/no/compiler"},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert loaded.returncode == 0
     alone = [python, "-P", "-m", "penstock", "serve"]
     served = subprocess.run(
         alone, cwd=empty, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -15,7 +15,7 @@ NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 ENCODES = "server/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("supervisor/", "movers/packing.py", "testing/", "demo/", "replay/plan.py"),
+    *("supervisor/", "movers/compiled.py", "testing/", "demo/", "replay/plan.py"),
     "doctor/facts.py",  # It asks the compiler for its version, and ends with its command.
     ENCODES,  # It imports `concurrent`, for threads alone.
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 from array import array
 from pathlib import Path
@@ -18,11 +19,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.movers.cuda import calls as library
+from penstock.movers.compiled import find_compiler, library_path, load_library
 from penstock.movers.cuda import calls as module
 from penstock.movers.cuda.calls import CallsLibrary, CompiledCalls, PlainCalls, choose_calls
 from penstock.movers.cuda.tables import in_turns
-from penstock.movers.packing import cache_folder, compiled, find_compiler
 from penstock.vocabulary.checksums import key_seeds
 
 if TYPE_CHECKING:
@@ -31,8 +31,13 @@ if TYPE_CHECKING:
 COMPILER = find_compiler()
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
-SOURCE = library.source()
 DOUBLE = Path(__file__).with_name("recording_driver.c")
+
+
+def another_library(folder: Path) -> ctypes.CDLL:
+    """Loaded from another place, since each knows one driver."""
+    load_library()
+    return ctypes.CDLL(shutil.copy(library_path(), folder))
 
 
 class Recorder:
@@ -45,7 +50,7 @@ class Recorder:
         subprocess.run(command, check=True, timeout=300)
         self.driver = ctypes.CDLL(str(self.path))
         self.driver.recorded.restype = ctypes.c_char_p
-        self.library = CallsLibrary(compiled("calls", SOURCE, folder), driver=str(self.path))
+        self.library = CallsLibrary(another_library(folder), driver=str(self.path))
 
     @property
     def reported(self) -> list[str]:
@@ -303,58 +308,26 @@ def test_keys_of_different_lengths_are_refused(recorder: Recorder) -> None:
         recorder.library.write_seeds([b"one", b"another"], 0)
 
 
-def test_a_source_is_compiled_once(tmp_path: Path) -> None:
-    first = compiled("calls", SOURCE, tmp_path)
-    made_at = first.stat().st_mtime_ns
-    again = compiled("calls", SOURCE, tmp_path)
-    other = compiled("calls", SOURCE + b"\n", tmp_path)
-
-    assert again == first
-    assert again.stat().st_mtime_ns == made_at
-    assert other != first
-    assert sorted(tmp_path.iterdir()) == sorted([first, other])
-
-
-def test_a_source_that_cannot_be_compiled_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"failed: .*error"):
-        compiled("calls", b"this is not C", tmp_path)
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_others_can_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_where_calls_cannot_be_compiled_they_are_made_from_python_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    own = cache_folder()
-    assert own is not None
-    own.chmod(0o777)
+    def refuse() -> CallsLibrary:
+        raise UnavailableError("libcuda.so.1 is not there")
 
-    assert own == tmp_path / "penstock"
-    assert cache_folder() is None
-
-
-def test_without_a_compiler_calls_are_made_from_python_which_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", os.fspath(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(module, "load_calls_library", refuse)
     monkeypatch.setattr(module, "_logged", set())
-    library.load_library.cache_clear()
 
     with caplog.at_level(logging.WARNING, logger="penstock"):
         found = [choose_calls([]) for _ in range(3)]
 
     assert all(isinstance(calls, PlainCalls) for calls in found)
-    assert "there is no C compiler" in found[0].without
+    assert found[0].without == "libcuda.so.1 is not there"
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("copies are submitted from Python, which takes longer: cause=there is")
+    assert line.startswith("copies are submitted from Python, which takes longer: cause=libcuda")
 
 
-def test_a_driver_that_lacks_a_function_is_refused(recorder: Recorder, tmp_path: Path) -> None:
-    assert recorder.library
-    made = compiled("calls", SOURCE, tmp_path)
+def test_a_driver_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
+    made = another_library(tmp_path)
 
     with pytest.raises(UnavailableError, match=r"libm\.so\.6 lacks 8 of the functions"):
         CallsLibrary(made, driver="libm.so.6")

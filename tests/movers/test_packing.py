@@ -13,8 +13,6 @@ from penstock.movers import packing
 from penstock.movers.packing import (
     PackedSums,
     Packing,
-    PartsLibrary,
-    compiled,
     seeds_of,
 )
 from penstock.tiers.arrays import ArrayTier
@@ -25,8 +23,6 @@ from penstock.vocabulary.planes import Axis, DType
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.handoff.driver.parts import PartForm
 
 needs_compiler = pytest.mark.skipif(
@@ -204,19 +200,6 @@ def test_short_segments_and_other_sums_are_left_to_numpy(
     buffers = filled(layout, 1).blocks(()).buffers
 
     assert Packing.of(layout, buffers, algorithm) is None
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_loaded_is_no_error_of_ours(tmp_path: Path) -> None:
-    from penstock.errors import UnavailableError  # noqa: PLC0415
-
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"not a library")
-
-    with pytest.raises(UnavailableError, match="cannot be loaded"):
-        PartsLibrary(broken)
-    with pytest.raises(UnavailableError, match="failed"):
-        compiled("parts", b"this is not C", tmp_path)
 
 
 PACKED_CASES = {

@@ -19,7 +19,7 @@ SUPERVISOR = "supervisor/"
 OTHERS = {
     "demo/": "starts the server that it shows, as its user would",
     "doctor/facts.py": "asks the C compiler for its version, in a command that then ends",
-    "movers/packing.py": "asks the C compiler, once, and waits for it: nothing lives on",
+    "movers/compiled.py": "asks the C compiler, once, and waits for it: nothing lives on",
     "replay/plan.py": "replays a trace on all cores, in a pool that ends with the command",
     "testing/": "starts peers that a test may kill",
 }

@@ -25,7 +25,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.movers.packing import find_compiler
+from penstock.movers.compiled import find_compiler
 from penstock.tiers.linux_memory import read_text
 
 if TYPE_CHECKING:

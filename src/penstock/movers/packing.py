@@ -1,16 +1,10 @@
-"""Blocks by compiled code: packed and summed, or verified and put away; and how it is compiled.
-
-The result is kept in the user's cache folder, under a hash of the source, so that it is compiled
-once. If no folder can be written, it is compiled for this process alone.
-
-The compiler is the only process that an engine starts itself: once, and waited for.
+"""Blocks by compiled code: packed and summed, or verified and put away.
 
 For saves and loads between host memory and host memory (`memcpy.py`), and for the parts of a
 handoff (`handoff/driver/parts.py`). `parts.c` does what these do with NumPy and one XXH3 call
 a segment, segment by segment while the bytes are in the first cache, so that blocks take one pass
-over memory on each side. It is compiled at first use, like the calls of the CUDA movers; where
-that cannot be done, or a layout is not of the plain kind, NumPy does it: slower, with the same
-bytes and sums.
+over memory on each side. Where a layout is not of the plain kind, NumPy does it: slower, with the
+same bytes and sums.
 
     thread = PutAwayThread(library)
     thread.submit(packing, memory, keys, sums, slots)
@@ -22,7 +16,6 @@ sleeps while there is nothing to do.
 
 The rules:
 
-- A library is loaded only from a folder that other users cannot write to.
 - Addresses are handed out only of memory that is kept alive here, and only for slots that the
   caller has checked.
 - Everything that a job points to is kept alive here until its end was collected. `close` waits for
@@ -32,26 +25,18 @@ The rules:
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
 import os
-import platform
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
 import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.errors import UnavailableError, counted
+from penstock.movers.compiled import load_library
 from penstock.vocabulary.checksums import (
     SUM_BYTES,
     Algorithm,
@@ -71,66 +56,6 @@ if TYPE_CHECKING:
     from penstock.vocabulary.planes import Plane
 
 
-COMPILE_S = 60.0
-"""It takes a quarter of a second."""
-_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c11", "-D_GNU_SOURCE", "-pthread")
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-def cache_folder() -> Path | None:
-    """The folder of compiled code, which only this user can write to; `None` if there is none."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "penstock"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError:
-        return None
-    own = found.st_uid == os.getuid() and not found.st_mode & _OTHERS_WRITE
-    return folder if own and os.access(folder, os.W_OK) else None
-
-
-def compiled(name: str, text: bytes, folder: Path) -> Path:
-    """The shared object made of a source, from the folder if it is there.
-
-    Raises `UnavailableError`: there is no C compiler, or it failed.
-    """
-    named_by = hashlib.sha256(b"\0".join((text, " ".join(_FLAGS).encode())))
-    made = folder / f"{name}-{platform.machine()}-{named_by.hexdigest()[:32]}.so"
-    if made.is_file():
-        return made
-    compiler = find_compiler()
-    if compiler is None:
-        raise UnavailableError(
-            "there is no C compiler (neither CC is set nor gcc, clang, cc found)"
-        )
-    # Written under another name and renamed, so that no process loads half of it.
-    part = folder / f"{made.name}.{os.getpid()}"
-    command = [compiler, *_FLAGS, "-x", "c", "-", "-o", str(part), "-ldl"]
-    try:
-        subprocess.run(command, input=text, capture_output=True, check=True, timeout=COMPILE_S)
-        part.replace(made)
-    except subprocess.CalledProcessError as error:
-        words = error.stderr.decode(errors="replace").strip().splitlines()
-        raise UnavailableError(f"{compiler} failed: {words[0] if words else error}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"{compiler} failed: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return made
-
-
-def find_compiler() -> str | None:
-    """The compiler in `CC`, or one that is installed; Triton searches in the same way."""
-    named = os.environ.get("CC")
-    if named:
-        return named
-    return next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
-
-
-logger = logging.getLogger(__name__)
-
-SOURCES = ("parts.c", "put_away_thread.c", "stored_blocks.c")
 LENGTH_MIN = 241
 """Shorter segments are summed in another way, which `parts.c` does not know."""
 LINE_BYTES = 64
@@ -142,11 +67,7 @@ PROMPTS_KEPT = 64
 class PartsLibrary:
     """The compiled functions."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            loaded = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise UnavailableError(f"compiled packing cannot be loaded: {error}") from error
+    def __init__(self, loaded: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         tables = (pointer, number, pointer, number)
         blocks = (*tables, pointer, pointer, number, pointer, pointer)
@@ -193,22 +114,8 @@ class PartsLibrary:
 
 @cache
 def load_parts_library() -> PartsLibrary | None:
-    """The library of this machine, compiled if it has to be; nothing where it cannot be had."""
-    source = library_source()
-    folder = cache_folder()
-    try:
-        if folder is not None:
-            return PartsLibrary(compiled("parts", source, folder))
-        with tempfile.TemporaryDirectory(prefix="penstock-") as made_here:
-            return PartsLibrary(compiled("parts", source, Path(made_here)))
-    except UnavailableError as error:
-        logger.warning("blocks are packed by NumPy, which takes longer: cause=%s", error)
-        return None
-
-
-def library_source() -> bytes:
-    """All that is compiled, in one."""
-    return b"\n".join(files(__package__).joinpath(name).read_bytes() for name in SOURCES)
+    """The compiled functions. Raises `UnavailableError`: there are none."""
+    return PartsLibrary(load_library())
 
 
 class Scratch:

@@ -1,4 +1,4 @@
-"""The CUDA calls of a batch: recorded first, then made all at once by compiled code, built here.
+"""The CUDA calls of a batch: recorded first, then made all at once by compiled code.
 
     calls.copy(…); calls.wait(…); calls.launch(…); calls.send(link, …); calls.record(…)
     calls.make()
@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import tempfile
 from array import array
 from enum import IntEnum
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import UnavailableError
+from penstock.movers.compiled import load_library
 from penstock.movers.cuda.tables import in_turns
-from penstock.movers.packing import cache_folder, compiled
 from penstock.vocabulary.checksums import key_seeds, seed_prefix
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from penstock.movers.cuda.streams import CudaLink, Stream, StreamEvent
 
 
-SOURCES = ("calls.c", "seeds.c")
 DRIVER = "libcuda.so.1"
 
 
@@ -46,18 +42,14 @@ class CallsLibrary:
     """The compiled functions, bound to a CUDA driver.
 
     Args:
-        path: The shared object.
-        driver: The driver's library, by name or path.
+        loaded: The library.
+        driver: That of CUDA, by name or path.
 
     Raises:
-        UnavailableError: it cannot be loaded, or the driver lacks a function.
+        UnavailableError: the driver is not there, or lacks a function.
     """
 
-    def __init__(self, path: Path, *, driver: str = DRIVER) -> None:
-        try:
-            loaded = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise UnavailableError(f"compiled calls cannot be loaded: {error}") from error
+    def __init__(self, loaded: ctypes.CDLL, *, driver: str = DRIVER) -> None:
         missing = loaded.penstock_open(driver.encode())
         if missing:
             raise UnavailableError(
@@ -113,21 +105,12 @@ class CallsLibrary:
 
 
 @cache
-def load_library() -> CallsLibrary:
-    """The library of this machine, compiled if it has to be.
+def load_calls_library() -> CallsLibrary:
+    """The functions of this machine.
 
-    Raises `UnavailableError`: there is no C compiler, it failed, or the driver lacks something.
+    Raises `UnavailableError`: the driver is not there, or lacks something.
     """
-    folder = cache_folder()
-    if folder is not None:
-        return CallsLibrary(compiled("calls", source(), folder))
-    with tempfile.TemporaryDirectory(prefix="penstock-") as made_here:
-        return CallsLibrary(compiled("calls", source(), Path(made_here)))
-
-
-def source() -> bytes:
-    """All that is compiled, in one."""
-    return b"\n".join(files(__package__).joinpath(name).read_bytes() for name in SOURCES)
+    return CallsLibrary(load_library())
 
 
 logger = logging.getLogger(__name__)
@@ -321,7 +304,7 @@ def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
 
     Raises `UnavailableError`: nothing can be compiled here, or the kernels take something unknown.
     """
-    return CompiledCalls(load_library(), kernels)
+    return CompiledCalls(load_calls_library(), kernels)
 
 
 def plain_calls(kernels: Iterable[PackingKernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
