@@ -26,9 +26,9 @@ from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.driver.lines import zmq_lines
 from penstock.handoff.driver.parts import (
     ArrayReader,
+    ArrayTaker,
     PartGather,
     PartScatter,
-    open_array_taker,
 )
 from penstock.handoff.driver.prefill_rank import LayerEvents, PrefillRankDriver
 from penstock.handoff.pair import Writer, transport_named
@@ -322,7 +322,7 @@ class TargetRank:
             directory,
             orders.name,
             zmq_lines(directory, orders.name),
-            taker=open_array_taker(ArrayTier(layout, arrays), Algorithm.XXH3),
+            taker=ArrayTaker(ArrayTier(layout, arrays), Algorithm.XXH3),
             target=transport_named(orders.transport).open_target(None),
             incarnation=secrets.randbits(63) + 1,
             settings=SETTINGS,

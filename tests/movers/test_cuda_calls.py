@@ -288,7 +288,7 @@ def test_kernels_with_parameters_that_we_do_not_know_are_refused(
         CompiledCalls(recorder.library, [unknown])
 
 
-@pytest.mark.parametrize("key_bytes", [0, 1, 8, 16, 20, 32, 64, 104, 105, 300])
+@pytest.mark.parametrize("key_bytes", [0, 1, 8, 16, 20, 32, 64, 104, 105, 200, 300])
 def test_seeds_are_those_of_the_definition_whatever_the_keys(
     recorder: Recorder, key_bytes: int
 ) -> None:

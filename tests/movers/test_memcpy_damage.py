@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cache.operations import BlockFault, Purpose
-from penstock.movers import packing
 from penstock.movers.memcpy import MemcpyMover
-from penstock.movers.packing import load_parts_library
+from penstock.movers.packing import Packing
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
@@ -24,13 +22,10 @@ from penstock.vocabulary.planes import DType
 from tests.movers.flipping import flipped_bits, rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.movers.packing import PartsLibrary
-
-    Library = Callable[[], PartsLibrary | None]
 
 BLOCKS = 6
 LAYOUT = Layout.split(
@@ -43,14 +38,16 @@ LAYOUT = Layout.split(
 )
 
 
-def no_library() -> None:
-    """Without a compiler NumPy copies and sums."""
+def not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for layouts that compiled code does not know: NumPy copies and sums."""
+    monkeypatch.setattr(Packing, "of", classmethod(lambda *_, **__: None))
 
 
-has_compiler = any(map(shutil.which, ("gcc", "clang", "cc")))
-LIBRARIES = [pytest.param(no_library, id="numpy")]
-if has_compiler:
-    LIBRARIES.append(pytest.param(load_parts_library, id="compiled"))
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How blocks are copied."""
+    if request.param == "numpy":
+        not_packed(monkeypatch)
 
 
 def engine_of(layout: Layout) -> ArrayTier:
@@ -61,7 +58,7 @@ def engine_of(layout: Layout) -> ArrayTier:
 def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", no_library)
+    not_packed(monkeypatch)
     engine, slots = engine_of(LAYOUT), range(BLOCKS)
     content = draw_blocks(LAYOUT, BLOCKS, seed=1)
     write_slots(engine, slots, content)
@@ -96,12 +93,8 @@ def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
         assert position in damaged or np.array_equal(block, content[position])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
-    library: Library,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
+@pytest.mark.usefixtures("way")
+def test_no_load_delivers_what_another_process_changed_while_saving_or_loading() -> None:
     engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
     found: list[int] = []
     with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
@@ -125,11 +118,8 @@ def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
                 np.testing.assert_array_equal(read_slots(engine, slots), wanted)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
+@pytest.mark.usefixtures("way")
+def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole() -> None:
     half: dict[str, Any] = {"channels": 64, "dtype": DType.BF16, "block_tokens": 16}
     heads = HeadRange.all_of(2)
     first, second = (
@@ -157,11 +147,10 @@ def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(
 
 
 @pytest.mark.parametrize("later", [(7, 1), (8, 0)], ids=["a reset", "another start"])
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.usefixtures("way")
 def test_an_older_copy_of_the_same_key_that_comes_back_whole_is_found(
-    library: Library, monkeypatch: pytest.MonkeyPatch, later: tuple[int, int]
+    later: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
     engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
     older, newer = (draw_blocks(LAYOUT, BLOCKS, seed=seed) for seed in (1, 2))
     everywhere = np.arange(BLOCKS, dtype=np.int32)

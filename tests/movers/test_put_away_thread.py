@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 
 import numpy as np
 import pytest
 
-from penstock.movers.packing import JOBS_MAX, Packing, PutAwayThread, load_parts_library, seeds_of
+from penstock.movers.packing import JOBS_MAX, Packing, PutAwayThread, seeds_of
 from penstock.tiers.arrays import ArrayTier
 from penstock.transport.waiting import wait_readable
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layout import HeadRange, Layout
 from penstock.vocabulary.planes import DType
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="there is no C compiler"
-)
 LAYOUT = Layout.split(
     layers=range(2),
     heads=HeadRange.all_of(2),
@@ -37,8 +33,6 @@ class Parts:
     """Packed blocks of one tier, and where they go in another."""
 
     def __init__(self) -> None:
-        library = load_parts_library()
-        assert library is not None
         chance = np.random.default_rng(7)
         sizes = LAYOUT.buffer_bytes
         self.source, self.target = (
@@ -56,7 +50,7 @@ class Parts:
         assert self.packing is not None
         self.memory = np.empty(2 * LAYOUT.block_bytes, dtype=np.uint8)
         self.sums = reads.pack([3, 5], SEEDS, self.memory)
-        self.thread = PutAwayThread(library)
+        self.thread = PutAwayThread()
 
     def submit(self, slots: list[int], memory: np.ndarray | None = None) -> None:
         assert self.packing is not None

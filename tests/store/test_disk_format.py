@@ -16,11 +16,8 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.store.disk import format as disk_format
 from penstock.store.disk.format import (
-    TRAILER_HEAD,
-    TRAILER_HEAD_BYTES,
     Geometry,
 )
-from penstock.store.disk.io import end_trailers
 from tests.store.segments import (
     BLOCK_BYTES,
     FORM,
@@ -30,7 +27,6 @@ from tests.store.segments import (
     Segment,
     block_of,
     key_of,
-    seal_trailer,
 )
 
 if TYPE_CHECKING:
@@ -302,18 +298,3 @@ def test_a_damaged_form_is_not_known_and_is_written_again(tmp_path: Path) -> Non
 
 def test_a_form_that_was_never_written_is_not_known(tmp_path: Path) -> None:
     assert disk_format.read_form(tmp_path, bytes(16)) is None
-
-
-@pytest.mark.parametrize("cell_count", [1, 4, 700])
-def test_sums_of_trailers_are_those_of_the_format(cell_count: int) -> None:
-    rng = np.random.default_rng(cell_count)
-    geometry = Geometry(segment_bytes=1 << 30, block_bytes=4096, cell_count=cell_count)
-    trailers = rng.integers(0, 256, (5, geometry.trailer_bytes), dtype=np.uint8)
-    heads = trailers[:, :TRAILER_HEAD_BYTES].copy().view(TRAILER_HEAD)[:, 0]
-    tables = trailers[:, TRAILER_HEAD_BYTES:][:, : 8 * cell_count].copy().view("<u8")
-
-    found = end_trailers(trailers, cell_count)
-
-    sealed = [seal_trailer(head, table) for head, table in zip(heads, tables, strict=True)]
-    expected = [np.frombuffer(raw, TRAILER_HEAD, count=1)["sum"][0] for raw in sealed]
-    assert found.tolist() == expected

@@ -1,20 +1,18 @@
-"""Blocks and trailers in one compiled call, in parts, or by NumPy: the same bytes and faults."""
+"""Blocks and trailers in one compiled call, or in parts: the same bytes and faults."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from penstock.cache.operations import BlockFault
-from penstock.movers import packing
 from penstock.movers.packing import PackedSums
 from penstock.store.base import MappedArena, Space, part_name
-from penstock.store.disk import io as disk_io
-from penstock.store.disk.format import TRAILER_HEAD, Geometry
+from penstock.store.disk.format import TRAILER_HEAD, Geometry, read_trailer
 from penstock.store.disk.index import DiskSegment, Stretch
 from penstock.store.disk.io import AlignedMemory, DiskCalls, Run, open_within, read_run, write_run
 from penstock.tiers.host import HostTier
@@ -22,6 +20,7 @@ from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES, Key
 from penstock.vocabulary.layout import Layout
+from tests.store.segments import seal_trailer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,16 +49,9 @@ IN_PARTS = DiskCalls(preadv=_read, pwritev=_write)
 """Compiled code reads and writes itself only with the kernel's own calls."""
 
 
-@pytest.fixture(params=["one call", "parts", "plain"])
-def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DiskCalls:
-    if request.param == "plain":
-        leave_out_compiled(monkeypatch)
-    return IN_PARTS if request.param == "parts" else DiskCalls()
-
-
-def leave_out_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_io, "load_parts_library", lambda: None)
-    monkeypatch.setattr(packing, "load_parts_library", lambda: None)
+@pytest.fixture(params=[DiskCalls(), IN_PARTS], ids=["one call", "parts"])
+def calls(request: pytest.FixtureRequest) -> DiskCalls:
+    return cast("DiskCalls", request.param)
 
 
 @pytest.fixture
@@ -128,24 +120,36 @@ def change(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def slots_of(run: Run) -> list[bytes]:
+    """Each slot of the disk, as the format has it."""
+    geometry, sums = run.geometry, run.arena.host.sums(run.slots)
+    found = []
+    for number, block in enumerate(blocks_of(run)):
+        head = np.zeros((), dtype=TRAILER_HEAD)
+        head["life"], head["slot"] = run.stretches[0].segment.life, PLACES[number]
+        head["key"] = np.void(run.keys[number].ljust(32, b"\0"))
+        head["space"], head["generation"] = np.void(run.space.name), run.space.generation
+        head["salt"], head["cell_count"] = run.salt, geometry.cell_count
+        trailer = seal_trailer(head, sums[number])
+        padded = block.ljust(geometry.trailer_offset, b"\0")
+        found.append(padded + trailer.ljust(geometry.trailer_bytes, b"\0"))
+    return found
+
+
 @pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES, THROUGH_SCRATCH])
 @pytest.mark.parametrize("layers", [1, LAYERS])
-def test_all_write_the_same_bytes(
-    make_run: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    block_bytes: int,
-    layers: int,
+def test_slots_are_written_as_the_format_says(
+    make_run: Callable[..., Run], tmp_path: Path, calls: DiskCalls, block_bytes: int, layers: int
 ) -> None:
-    run, found = make_run(block_bytes, layers), []
-    for calls in (DiskCalls(), IN_PARTS, IN_PARTS):
-        if len(found) == 2:
-            leave_out_compiled(monkeypatch)
-        (tmp_path / "segment").write_bytes(b"")
-        sums = write(run, calls)
-        found.append(((tmp_path / "segment").read_bytes(), sums.tolist()))
+    run = make_run(block_bytes, layers)
 
-    assert found[0] == found[1] == found[2]
+    sums = write(run, calls)
+
+    raw, size = (tmp_path / "segment").read_bytes(), run.geometry.slot_bytes
+    written = [raw[run.geometry.offset(place) :][:size] for place in PLACES]
+    trailers = [read_trailer(slot[run.geometry.trailer_offset :]) for slot in written]
+    assert written == slots_of(run)
+    assert sums.tolist() == [trailer[0]["sum"] for trailer in trailers if trailer]
 
 
 @pytest.mark.parametrize("block_bytes", [IN_MEMORY, IN_PIECES, THROUGH_SCRATCH])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from penstock.config.values import GPU
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
-from penstock.handoff.driver.parts import open_array_taker
+from penstock.handoff.driver.parts import ArrayTaker
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
 from penstock.handoff.handoff import (
     EngineHandoff,
@@ -297,7 +297,7 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
         part_bytes = opening.settings.bounds.berth_bytes
         taker = opening.keep(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
     else:
-        taker = opening.keep(open_array_taker(opening.tier, opening.checksum))
+        taker = opening.keep(ArrayTaker(opening.tier, opening.checksum))
     return opening.keep(
         DecodeRankDriver(
             opening.directory,

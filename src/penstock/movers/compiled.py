@@ -31,7 +31,7 @@ from pathlib import Path
 from penstock.errors import UnavailableError
 
 FOLDER = Path(__file__).parent
-SOURCES = ("parts.c", "put_away_thread.c", "stored_blocks.c", "cuda/calls.c", "cuda/seeds.c")
+SOURCES = ("parts.c", "put_away_thread.c", "stored_blocks.c", "cuda/calls.c")
 """Compiled as one, in this order."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-std=c11", "-D_GNU_SOURCE", "-pthread")
 COMPILE_S = 60.0

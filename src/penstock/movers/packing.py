@@ -6,7 +6,7 @@ a segment, segment by segment while the bytes are in the first cache, so that bl
 over memory on each side. Where a layout is not of the plain kind, NumPy does it: slower, with the
 same bytes and sums.
 
-    thread = PutAwayThread(library)
+    thread = PutAwayThread()
     thread.submit(packing, memory, keys, sums, slots)
     thread.ended()       once `descriptor` is readable: for each, in order, whether it was intact
 
@@ -30,7 +30,7 @@ import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +40,6 @@ from penstock.movers.compiled import load_library
 from penstock.vocabulary.checksums import (
     SUM_BYTES,
     Algorithm,
-    CellSpan,
     key_seed,
     key_seeds,
     place_number,
@@ -56,8 +55,6 @@ if TYPE_CHECKING:
     from penstock.vocabulary.planes import Plane
 
 
-LENGTH_MIN = 241
-"""Shorter segments are summed in another way, which `parts.c` does not know."""
 LINE_BYTES = 64
 """Of a processor's caches."""
 PROMPTS_KEPT = 64
@@ -112,10 +109,8 @@ class PartsLibrary:
         self.insert.restype = None
 
 
-@cache
-def load_parts_library() -> PartsLibrary | None:
-    """The compiled functions. Raises `UnavailableError`: there are none."""
-    return PartsLibrary(load_library())
+PARTS = PartsLibrary(load_library())
+"""There is no other way to do it: the import fails where there is none."""
 
 
 class Scratch:
@@ -139,7 +134,6 @@ class Scratch:
 class Packing:
     """Where the segments of a block lie in the slots of a tier, for `parts.c`."""
 
-    library: PartsLibrary
     strips: NDArray[np.int64]
     """One row for each plane, as it lies in slots."""
     segments: NDArray[np.int64]
@@ -169,8 +163,6 @@ class Packing:
         strip_numbers: dict[Plane, int] = {}
         for number, cell in enumerate(layout.cells):
             for segment in cell.segments:
-                if segment.length < LENGTH_MIN:
-                    return None
                 strip = _strip_of(segment.plane, buffers)
                 if strip is None:
                     return None
@@ -180,14 +172,9 @@ class Packing:
                 place = place_number(layer=cell.layer, plane=segment.plane.role, head=cell.head)
                 of_strip = strip_numbers[segment.plane], segment.local_head
                 segments.append((segment.start, segment.length, place, number, *of_strip))
-        # Last, since it may have to be compiled.
-        loaded = load_parts_library()
-        if loaded is None:
-            return None
         used = {segment.plane.buffer for cell in layout.cells for segment in cell.segments}
         rows, columns = np.array(strips, dtype=np.int64), np.array(segments, dtype=np.int64)
         return cls(
-            loaded,
             rows,
             columns,
             layout.block_bytes,
@@ -207,7 +194,7 @@ class Packing:
         """Packs blocks into `memory`; returns their cell sums, of shape [blocks, cells]."""
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.empty((len(numbers), self.cell_count), dtype=np.uint64)
-        self.library.pack(
+        PARTS.pack(
             *(*self.tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self.cell_count),
             self.scratch.room(self.block_bytes).ctypes.data,
@@ -219,7 +206,7 @@ class Packing:
         count, size = len(table.slots), self.block_bytes
         self._require_in_a_row(memory, count)
         sums = np.empty((count, self.cell_count), dtype=np.uint64)
-        self.library.pack(
+        PARTS.pack(
             *(*self.tables, table.slots_address, table.seeds_address, count),
             *(_address(memory), table.places_address(size), _address(sums), self.cell_count),
             _address(self.scratch.room(size)),
@@ -246,7 +233,7 @@ class Packing:
                 f"{[len(numbers), self.cell_count]}: blocks and cells"
             )
         found = np.empty(self.cell_count, dtype=np.uint64)
-        first_bad: int = self.library.put_away(
+        first_bad: int = PARTS.put_away(
             *(*self.tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, found.ctypes.data),
             *(self.cell_count, self.scratch.room(self.block_bytes).ctypes.data),
@@ -323,8 +310,6 @@ class PackedSums:
 
     def __init__(self, layout: Layout, algorithm: Algorithm) -> None:
         self.block_bytes = layout.block_bytes
-        self._algorithm = algorithm
-        self._span = CellSpan.of(layout)
         self._segments = np.array(
             [
                 (
@@ -337,15 +322,11 @@ class PackedSums:
             ],
             dtype=np.int64,
         )
-        self._cell_count = len(self._span.cells)
+        self._cell_count = len(layout.cells)
         # NumPy takes a microsecond or two for each address.
         self.table = self._segments.ctypes.data, len(self._segments)
         """Of segments, for compiled code."""
         self.is_mix64 = algorithm is Algorithm.MIX64
-        # Shorter segments have an XXH3 of their own, which `parts.c` does not know.
-        known = self.is_mix64 or self._segments[:, 1].min() >= LENGTH_MIN
-        self.library = load_parts_library() if known else None
-        """`None`: NumPy has to do it."""
 
     def sum_pairs(
         self,
@@ -365,17 +346,8 @@ class PackedSums:
         seeds = np.empty((2, count), dtype=np.uint64)
         seeds[0], seeds[1] = salts
         sums = np.empty((2, count, self._cell_count), dtype=np.uint64)
-        if self.library is None:
-            for position, place in enumerate(places):
-                block = memory[np.newaxis, place : place + self.block_bytes]
-                key = keys[position : position + 1]
-                for number, salt in enumerate(seeds[:, position].tolist()):
-                    sums[number, position] = self._span.sum_blocks(
-                        block, key, self._algorithm, salt=salt
-                    )[0]
-            return sums
         seeds ^= np.array(key_seeds(keys), dtype=np.uint64)
-        self.library.sum_pairs(
+        PARTS.sum_pairs(
             *(*self.table, seeds.ctypes.data, count),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self._cell_count),
             self.is_mix64,
@@ -469,14 +441,9 @@ JOBS_MAX = 64
 
 
 class PutAwayThread:
-    """The thread of one rank; it starts with the first job.
+    """The thread of one rank; it starts with the first job."""
 
-    Args:
-        library: the compiled functions.
-    """
-
-    def __init__(self, library: PartsLibrary) -> None:
-        self._library = library
+    def __init__(self) -> None:
         self._handle = 0
         self._rooms: dict[tuple[int, int], JobRoom] = {}
         """Memory of the thread, by the size of a block and its cells."""
@@ -523,7 +490,7 @@ class PutAwayThread:
         arguments = packing.job_of_put_away(memory, table, sums, room)
         if not self._handle:
             self._start()
-        if not self._library.thread_submit(self._handle, *arguments):
+        if not PARTS.thread_submit(self._handle, *arguments):
             raise UnavailableError(f"{JOBS_MAX} parts are being put away, and no more fit")
         self._under_way.append((packing, memory, table, arguments))
 
@@ -531,7 +498,7 @@ class PutAwayThread:
         """Whether each part was intact, of those that have ended since; never waits."""
         if not self._under_way:
             return []
-        count: int = self._library.thread_collect(self._handle, self._results)
+        count: int = PARTS.thread_collect(self._handle, self._results)
         for _ in range(count):
             self._under_way.popleft()
         return [first_bad < 0 for first_bad in self._results[:count]]
@@ -542,19 +509,19 @@ class PutAwayThread:
         self._under_way.clear()
 
     def _start(self) -> None:
-        handle = self._library.thread_start(self._bell)
+        handle = PARTS.thread_start(self._bell)
         if not handle:
             raise UnavailableError("no thread can be started to put parts away")
         self._handle = handle
         self._stop.detach()
         self._stop = self._stop_later()
 
-    def _stop_later(self) -> weakref.finalize[[PartsLibrary, int, int, int], PutAwayThread]:
+    def _stop_later(self) -> weakref.finalize[[int, int, int], PutAwayThread]:
         # Also at the end of the process: it must not write to memory that the interpreter frees.
-        return weakref.finalize(self, _stop, self._library, self._handle, self._bell, os.getpid())
+        return weakref.finalize(self, _stop, self._handle, self._bell, os.getpid())
 
 
-def _stop(library: PartsLibrary, handle: int, bell: int, owner: int) -> None:
+def _stop(handle: int, bell: int, owner: int) -> None:
     if handle and os.getpid() == owner:  # A fork has the memory, but not the thread.
-        library.thread_stop(handle)
+        PARTS.thread_stop(handle)
     os.close(bell)

@@ -10,7 +10,7 @@
      pack:      slot -> scratch, then scratch -> part; each word is summed as it leaves scratch
      put away:  part -> scratch, each word summed as it is stored; then scratch -> slot
 
-   Sums are XXH3 with 64 bits under a seed, of more than 240 bytes: what is shorter goes another way.
+   Sums are XXH3 with 64 bits under a seed.
 
    Two rules: a sum is made of bytes of this process alone, never of the part, and each byte of the
    part is written once or read once; no byte of a block is put away before all sums of the block
@@ -27,6 +27,7 @@
 
 #define SECRET_BYTES 192
 #define STRIPE_BYTES 64
+#define SHORT_BYTES 240 /* What is longer is summed by stripes. */
 #define STRIPES 16 /* Of a round, after which the lanes are scrambled. */
 #define AHEAD_BYTES 4096 /* So far ahead of a sum the packed part is fetched; found by trial. */
 #define READ_AHEAD_BYTES 2048 /* The same for copies. */
@@ -93,6 +94,70 @@ static inline uint64_t fold(uint64_t one, uint64_t other)
 {
     unsigned __int128 product = (unsigned __int128)one * other;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static inline uint32_t read32(const uint8_t *at)
+{
+    uint32_t word;
+    memcpy(&word, at, 4);
+    return word;
+}
+
+static inline uint64_t mixed_end(uint64_t sum)
+{
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
+    return sum ^ sum >> 32;
+}
+
+static inline uint64_t mix_16(const uint8_t *in, const uint8_t *secret, uint64_t seed)
+{
+    return fold(read64(in) ^ (read64(secret) + seed), read64(in + 8) ^ (read64(secret + 8) - seed));
+}
+
+/* XXH3 of up to 240 bytes, which it sums in four ways by their number. Inlined, since most callers
+   have one number of bytes. */
+__attribute__((always_inline)) static inline uint64_t xxh3_short(const uint8_t *in, int64_t length, uint64_t seed)
+{
+    const uint8_t *secret = (const uint8_t *)secret_words, *end = in + length;
+    uint64_t sum = (uint64_t)length * P64_1;
+    if (length > 128) {
+        for (int i = 0; i < 8; i++)
+            sum += mix_16(in + 16 * i, secret + 16 * i, seed);
+        sum = mixed_end(sum);
+        for (int i = 8; i < length / 16; i++)
+            sum += mix_16(in + 16 * i, secret + 16 * (i - 8) + 3, seed);
+        return mixed_end(sum + mix_16(end - 16, secret + 119, seed));
+    }
+    if (length > 16) {
+        /* From both ends towards the middle, where they overlap. */
+        _Pragma("GCC unroll 4") for (int i = 0; 32 * i < length; i++)
+            sum += mix_16(in + 16 * i, secret + 32 * i, seed) +
+                   mix_16(end - 16 * (i + 1), secret + 32 * i + 16, seed);
+        return mixed_end(sum);
+    }
+    if (length > 8) {
+        uint64_t low = read64(in) ^ ((read64(secret + 24) ^ read64(secret + 32)) + seed);
+        uint64_t high = read64(end - 8) ^ ((read64(secret + 40) ^ read64(secret + 48)) - seed);
+        return mixed_end((uint64_t)length + __builtin_bswap64(low) + high + fold(low, high));
+    }
+    if (length > 3) {
+        seed ^= (uint64_t)__builtin_bswap32((uint32_t)seed) << 32;
+        uint64_t word = read32(end - 4) + ((uint64_t)read32(in) << 32);
+        word ^= (read64(secret + 8) ^ read64(secret + 16)) - seed;
+        word ^= (word << 49 | word >> 15) ^ (word << 24 | word >> 40);
+        word *= 0x9FB21C651E98DF25ULL;
+        word = (word ^ ((word >> 35) + (uint64_t)length)) * 0x9FB21C651E98DF25ULL;
+        return word ^ word >> 28;
+    }
+    uint64_t word = (read64(secret + 56) ^ read64(secret + 64)) ^ seed;
+    if (length) {
+        word = (uint32_t)in[0] << 16 | (uint32_t)in[length / 2] << 24 | end[-1] |
+               (uint32_t)length << 8;
+        word ^= (read32(secret) ^ read32(secret + 4)) + seed;
+    }
+    word = (word ^ word >> 33) * P64_2;
+    word = (word ^ word >> 29) * P64_3;
+    return word ^ word >> 32;
 }
 
 /* Where the stripes of a segment are read: rows of so many stripes, with a gap after each. */
@@ -295,11 +360,24 @@ static lanes_t find_lanes(void)
     return lanes_plain;
 }
 
+__attribute__((noinline)) static uint64_t sum_of_short(rows_t rows, uint8_t *out, int64_t length, uint64_t seed)
+{
+    uint8_t own[SHORT_BYTES];
+    int64_t row_bytes = rows.gap ? rows.row_stripes * STRIPE_BYTES : length;
+    for (int64_t done = 0; done < length; done += row_bytes, rows.at += row_bytes + rows.gap)
+        memcpy(own + done, rows.at, (size_t)row_bytes);
+    __asm__ volatile("" : : "r"(own) : "memory"); /* It is not read a second time. */
+    memcpy(out, own, (size_t)length);
+    return xxh3_short(own, length, seed);
+}
+
 /* Copies a segment and returns the sum of what was copied. One of the two, `own`, is memory of this
    process alone: what is needed a second time is read there. */
 static uint64_t sum_of(rows_t rows, uint8_t *out, int out_is_own, int64_t length, uint64_t seed,
                        const uint8_t *ahead, lanes_t lanes)
 {
+    if (length <= SHORT_BYTES)
+        return sum_of_short(rows, out, length, seed);
     uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     uint64_t words[SECRET_BYTES / 8];
     const uint8_t *secret = (const uint8_t *)words;
@@ -324,8 +402,7 @@ static uint64_t sum_of(rows_t rows, uint8_t *out, int out_is_own, int64_t length
     for (int i = 0; i < 4; i++)
         sum += fold(acc[2 * i] ^ read64(secret + 11 + 16 * i),
                     acc[2 * i + 1] ^ read64(secret + 19 + 16 * i));
-    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
-    return sum ^ sum >> 32;
+    return mixed_end(sum);
 }
 
 static inline uint64_t seed_of(uint64_t key_seed, int64_t place)
@@ -682,10 +759,17 @@ static uint64_t end_of_sum(uint64_t *acc, const uint8_t *end, int64_t length, co
     for (int i = 0; i < 4; i++)
         sum += fold(acc[2 * i] ^ read64(secret + 11 + 16 * i),
                     acc[2 * i + 1] ^ read64(secret + 19 + 16 * i));
-    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
-    return sum ^ sum >> 32;
+    return mixed_end(sum);
 }
 
+__attribute__((noinline)) static void short_pair(const uint8_t *in, int64_t length,
+                                                 const uint64_t *seeds, uint64_t *sums)
+{
+    for (int set = 0; set < 2; set++)
+        sums[set] = xxh3_short(in, length, seeds[set]);
+}
+
+/* Of more than 240 bytes. */
 static void xxh3_pair(const uint8_t *in, int64_t length, const uint64_t *seeds, uint64_t *sums,
                       pair_t pair)
 {
@@ -810,9 +894,28 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
                                            seed_of(key_seeds[count + block], each->place)};
             if (is_mix64)
                 mix64(in, each->length, seeds, found);
+            else if (each->length <= SHORT_BYTES)
+                short_pair(in, each->length, seeds, found);
             else
                 xxh3_pair(in, each->length, seeds, found, pair);
             for (int set = 0; set < 2; set++)
                 add_by_halves(sums + (set * count + block) * cells + each->cell, found[set]);
         }
+}
+
+/* The seeds of keys that lie one after the other: sums of a prefix and each key, as `checksums.py`
+   defines them. In Python they take longer than all other work on a batch. Returns how many it
+   wrote: none if the keys are too long. */
+int64_t penstock_seeds(const uint8_t *prefix, int64_t prefix_bytes, const uint8_t *keys,
+                       int64_t key_bytes, int64_t count, uint64_t *seeds)
+{
+    uint8_t input[SHORT_BYTES];
+    if (prefix_bytes + key_bytes > SHORT_BYTES)
+        return 0;
+    memcpy(input, prefix, (size_t)prefix_bytes);
+    for (int64_t n = 0; n < count; n++) {
+        memcpy(input + prefix_bytes, keys + n * key_bytes, (size_t)key_bytes);
+        seeds[n] = xxh3_short(input, prefix_bytes + key_bytes, 0);
+    }
+    return count;
 }

@@ -18,13 +18,6 @@
 /* What is wrong with a stored block. */
 enum { IS_RIGHT, IS_ANOTHER, IS_CORRUPT };
 
-static inline uint32_t read32(const uint8_t *at)
-{
-    uint32_t value;
-    memcpy(&value, at, 4);
-    return value;
-}
-
 /* The sum of a trailer: of its head but for the sum at the head's end, and of its cell sums, which
    are joined in `scratch`. */
 static uint64_t trailer_sum(const uint8_t *trailer, int64_t cells, uint8_t *scratch, pair_t pair)
@@ -251,21 +244,6 @@ int64_t penstock_write_blocks(const blocks_t *all, const stretch_t *stretches,
 #define ROW_SLOT_AT 112
 #define NAME_BYTES 56 /* Space, generation, part, key: 16, 8, 16 and 16 bytes. */
 
-static inline uint64_t mix_16(const uint8_t *in, int secret_at)
-{
-    return fold(read64(in) ^ secret_words[secret_at], read64(in + 8) ^ secret_words[secret_at + 1]);
-}
-
-/* XXH3 with 64 bits and no seed, of 33 to 64 bytes. */
-static uint64_t xxh3_name(const uint8_t *in)
-{
-    uint64_t sum = NAME_BYTES * P64_1;
-    sum += mix_16(in + 16, 4) + mix_16(in + NAME_BYTES - 32, 6);
-    sum += mix_16(in, 0) + mix_16(in + NAME_BYTES - 16, 2);
-    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
-    return sum ^ sum >> 32;
-}
-
 /* Which rows were written in full, in this life and at their slot, and the digests of those. */
 void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, const uint8_t *part,
                          uint8_t *sound, uint64_t *digests)
@@ -288,7 +266,7 @@ void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, cons
         memcpy(name + 24, part, 16);
         memcpy(name + 40, rows + ROW_KEY_AT, 16);
         sound[n] = 1;
-        digests[n] = xxh3_name(name);
+        digests[n] = xxh3_short(name, NAME_BYTES, 0);
     }
 }
 

@@ -29,10 +29,14 @@ from penstock.vocabulary.checksums import Algorithm
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from lab.fixtures.switchboard import InprocLines
+    from penstock.handoff.driver.parts import PartForm, RouteParts
     from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.driver.prefill_rank import LayerEvents
-    from penstock.handoff.protocol.effects import HandoffEnded
+    from penstock.handoff.protocol.effects import HandoffEnded, Take
 
     MakeWorld = Callable[..., "World"]
 
@@ -41,6 +45,21 @@ SMALL = HandoffSettings(
         berth_bytes=4096, berth_count=4, landing_bytes_max=1 << 20, retired_bytes_max=1 << 19
     )
 )
+
+
+class SyncTaker(ArrayTaker):
+    """Has put a part away when `take` returns, so that the clock of a test is the only one."""
+
+    def take(
+        self,
+        take: Take,
+        route: RouteParts,
+        form: PartForm,
+        memory: NDArray[np.uint8],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+    ) -> bool | None:
+        return self._scatter_of(route, form).scatter(memory, keys, take.sums, slots)
 
 
 class World:
@@ -54,7 +73,7 @@ class World:
         seed: int = 0,
         sources: dict[str, LayerEvents] | None = None,
         clock: Callable[[], float] | None = None,
-        taker: type[ArrayTaker] = ArrayTaker,
+        taker: type[ArrayTaker] = SyncTaker,
     ) -> None:
         self.shape = shape or Shape()
         self.taker = taker

@@ -150,7 +150,7 @@ def test_a_part_that_is_not_intact_is_not_put_away() -> None:
 
     exchanged = scatter.scatter(berth, [b"b", b"a"], sums, [5, 6])
     short = scatter.scatter(berth, [b"a", b"b"], sums[:-8], [5, 6])
-    berth[-1] ^= 1
+    berth[0] ^= 1
     flipped = scatter.scatter(berth, [b"a", b"b"], sums, [5, 6])
 
     assert (exchanged, short, flipped) == (False, False, False)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from penstock.handoff.driver.parts import PartGather, PartScatter, RouteParts
-from penstock.movers import packing
-from penstock.movers.packing import load_parts_library
+from penstock.movers.packing import Packing
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
 from penstock.tiers.arena import Arena
 from penstock.tiers.arrays import ArrayTier
@@ -29,14 +27,11 @@ from penstock.vocabulary.reshard import plan_reshard
 from tests.movers.flipping import flipped_bits, rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from penstock.handoff.driver.parts import PartForm
-    from penstock.movers.packing import PartsLibrary
-
-    Library = Callable[[], PartsLibrary | None]
 
 PAGE = mmap.PAGESIZE
 BLOCKS = 4
@@ -49,13 +44,16 @@ ORDERS = {
 CHANNELS = {"whole lines": 64, "odd rows": 63}
 
 
-def no_library() -> None:
-    """Without a compiler NumPy copies and sums."""
+def not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for layouts that compiled code does not know: NumPy copies and sums."""
+    monkeypatch.setattr(Packing, "of", classmethod(lambda *_, **__: None))
 
 
-LIBRARIES = [pytest.param(no_library, id="numpy")]
-if any(map(shutil.which, ("gcc", "clang", "cc"))):
-    LIBRARIES.append(pytest.param(load_parts_library, id="compiled"))
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How blocks are copied."""
+    if request.param == "numpy":
+        not_packed(monkeypatch)
 
 
 def layout_of(order: str, *, channels: int = 64, block_tokens: int = 32) -> Layout:
@@ -112,13 +110,12 @@ class Mapped:
         self._libc.munmap(self._address, len(self.bytes))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("channels", CHANNELS.values(), ids=list(CHANNELS))
 @pytest.mark.parametrize("order", ORDERS)
 def test_sums_are_of_what_was_read_from_slots_whatever_becomes_of_the_berth(
-    order: str, channels: int, library: Library, monkeypatch: pytest.MonkeyPatch
+    order: str, channels: int
 ) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
     layout = layout_of(order, channels=channels)
     engine, _ = filled(layout)
     _, form = route_of(layout, layout)
@@ -136,12 +133,9 @@ def test_sums_are_of_what_was_read_from_slots_whatever_becomes_of_the_berth(
     os.close(fd)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("order", ORDERS)
-def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(
-    order: str, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
+def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(order: str) -> None:
     layout = layout_of(order)
     engine, content = filled(layout)
     parts, form = route_of(layout, layout)
@@ -169,11 +163,8 @@ def test_bytes_that_were_verified_are_put_away_whatever_becomes_of_the_berth(
 
 
 @pytest.mark.parametrize("tokens", [32, 16, 64], ids=["alike", "smaller", "larger"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_no_part_is_taken_for_intact_that_another_process_changed(
-    library: Library, monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
-    monkeypatch.setattr(packing, "load_parts_library", library)
+@pytest.mark.usefixtures("way")
+def test_no_part_is_taken_for_intact_that_another_process_changed(tokens: int) -> None:
     layout, other = layout_of("token major"), layout_of("token major", block_tokens=tokens)
     engine, _ = filled(layout)
     target = engine_of(other)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lab.fixtures.handoff_pair import LAYERS, Shape
 from penstock.handoff.driver.decode_rank import CLAIM_S
-from penstock.handoff.driver.parts import ArrayTaker
 from penstock.transport.waiting import wait_readable
+from tests.handoff.driver.conftest import SyncTaker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOKENS = 16
 
 
-class LateTaker(ArrayTaker):
+class LateTaker(SyncTaker):
     """Puts parts away when the test says so."""
 
     made: LateTaker

@@ -17,10 +17,10 @@ copied them out of the berth and verified the copy.
     ArrayReader, PartGather:   slots of the source ──→ packed bytes, and their cell sums
     ArrayTaker, PartScatter:   packed bytes, verified ──→ slots of the target
 
-Compiled code does it in one pass, block by block (`movers/packing.py`). Where that cannot be had,
-and for blocks of different sizes, NumPy goes through a part in pieces of some megabytes.
+Compiled code does it in one pass, block by block (`movers/packing.py`). For blocks of different
+sizes, and sums other than XXH3, NumPy goes through a part in pieces of some megabytes.
 Consecutive slots are copied in one call, and no Python runs for a single cell. Both give the same
-bytes and sums. Compiled code may run in a thread of its own (`open_array_taker`).
+bytes and sums. Parts are taken in a thread of compiled code (`PutAwayThread`).
 
 Packed bytes lie in memory that other processes can write at any time. So a piece is packed and
 summed in memory of this process before it is copied there, and copied from there before it is
@@ -44,7 +44,6 @@ from penstock.movers.packing import (
     PutAwayThread,
     Scratch,
     block_table,
-    load_parts_library,
     seeds_of,
 )
 from penstock.transport.remote import NOTICE_BYTES_MAX
@@ -441,24 +440,20 @@ class ArrayReader:
 
 
 class ArrayTaker:
-    """Takes parts on the CPU.
+    """Takes parts on the CPU, in a thread; those that compiled code cannot do, in `take` itself.
 
     Args:
         tier: where the slots are.
         algorithm: of the sums.
-        thread: verifies parts and puts them away; the taker closes it. Without one, and for
-            parts that compiled code cannot do, each is done when `take` returns.
     """
 
-    def __init__(
-        self, tier: SlotStore, algorithm: Algorithm, *, thread: PutAwayThread | None = None
-    ) -> None:
+    def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
         self.slot_count = tier.slot_count
         self._scatter_of = cache(
             partial(PartScatter, tier=tier, algorithm=algorithm, scratch=Scratch())
         )
-        self._thread = thread
-        self._bell = None if thread is None else thread.descriptor
+        self._thread = PutAwayThread()
+        self._bell = self._thread.descriptor
         self._taking: deque[Take] = deque()
         """What the thread has to do, in its order."""
 
@@ -473,7 +468,7 @@ class ArrayTaker:
     ) -> bool | None:
         """Verifies and puts away: whether it was intact, or nothing if that has begun."""
         scatter = self._scatter_of(route, form)
-        if self._thread is not None and scatter.begin(self._thread, memory, keys, take.sums, slots):
+        if scatter.begin(self._thread, memory, keys, take.sums, slots):
             self._taking.append(take)
             return None
         return scatter.scatter(memory, keys, take.sums, slots)
@@ -481,12 +476,10 @@ class ArrayTaker:
     @property
     def has_room(self) -> bool:
         """Whether another part can be begun."""
-        return self._thread is None or self._thread.has_room
+        return self._thread.has_room
 
     def ended(self) -> list[tuple[Take, bool]]:
         """The parts that were begun and have ended, and whether they were intact."""
-        if self._thread is None:
-            return []
         return [(self._taking.popleft(), intact) for intact in self._thread.ended()]
 
     @property
@@ -495,27 +488,19 @@ class ArrayTaker:
         return bool(self._taking)
 
     @property
-    def descriptor(self) -> int | None:
-        """Readable while there are ends to take; nothing where one has to ask `ended`."""
+    def descriptor(self) -> int:
+        """Readable while there are ends to take."""
         return self._bell
 
     def close(self) -> None:
         """Ends the thread: nothing touches areas or slots after this."""
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()
 
 
 PartReader: TypeAlias = "ArrayReader | DeviceReader"
 """Packs parts out of the slots of one rank."""
 PartTaker: TypeAlias = "ArrayTaker | DeviceTaker"
 """Puts parts into the slots of one rank."""
-
-
-def open_array_taker(tier: SlotStore, algorithm: Algorithm) -> ArrayTaker:
-    """A taker with a thread of its own, where there is compiled code for one."""
-    library = load_parts_library()
-    thread = None if library is None else PutAwayThread(library)
-    return ArrayTaker(tier, algorithm, thread=thread)
 
 
 def _planes(packed: Layout, narrowed: Layout, tier: SlotStore) -> list[_ArrayPlane]:

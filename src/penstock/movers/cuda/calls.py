@@ -65,9 +65,10 @@ class CallsLibrary:
         self._parameters = loaded.penstock_parameters
         self._parameters.argtypes = (ctypes.c_void_p,)
         self._seeds = loaded.penstock_seeds
-        number = ctypes.c_size_t
+        number = ctypes.c_int64
         given = (ctypes.c_char_p, number, ctypes.c_char_p, number, number, ctypes.c_void_p)
         self._seeds.argtypes = given
+        self._seeds.restype = number
 
     def make(self, words: array[int]) -> None:
         """Makes the calls that were written down.

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from penstock.movers.packing import load_parts_library
+from penstock.movers.packing import PARTS
 from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     FILE_MODE,
     ROW,
     ROW_BYTES,
     Geometry,
-    sound_rows,
 )
 from penstock.store.disk.io import read_all
 from penstock.vocabulary.keys import KEY_BYTES
@@ -157,7 +156,6 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
-        self._library = load_parts_library()
         self._count = 0
         self._used = 0
         """Entries that were taken since the table was made, those of forgotten blocks included."""
@@ -226,39 +224,14 @@ class BlockIndex:
     def _insert(self, digests: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which of these were not there; they are now. Of equal digests, the last counts."""
         inserted = np.zeros(len(digests), dtype=np.bool_)
-        if self._library is None:
-            self._insert_columns(digests, places, inserted)
-        else:
-            self._library.insert(
-                *(digests.ctypes.data, places.ctypes.data, len(digests)),
-                *(*self._table, inserted.ctypes.data),
-            )
+        PARTS.insert(
+            *(digests.ctypes.data, places.ctypes.data, len(digests)),
+            *(*self._table, inserted.ctypes.data),
+        )
         added = int(np.count_nonzero(inserted))
         self._count += added
         self._used += added
         return inserted
-
-    def _insert_columns(
-        self,
-        digests: NDArray[np.uint64],
-        places: NDArray[np.uint64],
-        inserted: NDArray[np.bool_],
-    ) -> None:
-        at = digests & self._mask
-        left = np.flatnonzero(digests != NONE)
-        while len(left):
-            here = at[left]
-            found = self._places[here]
-            free = found == EMPTY
-            claimed = left[free]
-            # Where two claim one entry, the later is written last, and the other goes on.
-            self._places[here[free]] = places[claimed]
-            self._digests[here[free]] = digests[claimed]
-            won = self._places[here[free]] == places[claimed]
-            inserted[claimed[won]] = True
-            same = (self._digests[here] == digests[left]) & (self._places[here] != DELETED)
-            left = left[~same]
-            at[left] = at[left] + np.uint64(1) & self._mask
 
     def reserve(self, count: int) -> None:
         """Makes room for so many more, if need be by a new table without what was forgotten."""
@@ -337,24 +310,11 @@ def check_rows(
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
     """Which rows of a table are sound (`sound_rows`), and the digests of those; 0 for others."""
     digests = np.zeros(len(rows), dtype=np.uint64)
-    loaded = load_parts_library()
-    if loaded is not None:
-        flags = np.zeros(len(rows), dtype=np.uint8)
-        loaded.check_rows(
-            *(rows.ctypes.data, len(rows), life, part, flags.ctypes.data, digests.ctypes.data)
-        )
-        return flags.astype(np.bool_), digests
-    sound = sound_rows(rows, life)
-    digests[sound] = [
-        xxh3_64_intdigest(
-            row["space"].tobytes()
-            + row["generation"].tobytes()
-            + part
-            + row["key"].tobytes()[:KEY_BYTES]
-        )
-        for row in rows[sound]
-    ]
-    return sound, digests
+    flags = np.zeros(len(rows), dtype=np.uint8)
+    PARTS.check_rows(
+        *(rows.ctypes.data, len(rows), life, part, flags.ctypes.data, digests.ctypes.data)
+    )
+    return flags.astype(np.bool_), digests
 
 
 def make_rows(

@@ -6,7 +6,7 @@ whose arena slots are not aligned to pages, and encrypted ones go through the sc
 
 Compiled code does all of a run in one call, without the lock of the interpreter: it reads a piece
 and sums it while it is in the cache. Where `DiskCalls` has other calls than the kernel's, those
-read and write, and compiled code does the rest. Without a compiler NumPy does.
+read and write, and compiled code does the rest.
 
 The one rule: a block that `read_run` does not name as bad has the bytes that were saved under its
 key, and its sums stand in the arena.
@@ -26,10 +26,9 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from penstock.cache.operations import BlockFault
-from penstock.movers.packing import load_parts_library
+from penstock.movers.packing import PARTS
 from penstock.store.base import key_fields
 from penstock.store.disk.format import (
     ASSOCIATED_BYTES,
@@ -37,7 +36,6 @@ from penstock.store.disk.format import (
     PAGE_BYTES,
     TRAILER_HEAD,
     TRAILER_HEAD_BYTES,
-    read_trailer,
 )
 from penstock.vocabulary.checksums import SUM_BYTES, key_seeds
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.movers.packing import PackedSums, PartsLibrary
+    from penstock.movers.packing import PackedSums
     from penstock.store.base import MappedArena, Space
     from penstock.store.disk.format import DiskCipher, Geometry
     from penstock.store.disk.index import DiskSegment, Stretch
@@ -59,9 +57,9 @@ RUN_SLOTS_MAX = 512
 """Two buffers a slot; Linux takes 1024 in one call."""
 PROBE_NAME = "probe"
 NONCE_BYTES = TRAILER_HEAD["nonce"].itemsize
-SALT_AT, SUM_AT = 64, TRAILER_HEAD_BYTES - SUM_BYTES
+SUM_AT = TRAILER_HEAD_BYTES - SUM_BYTES
 assert TRAILER_HEAD.fields is not None
-assert tuple(TRAILER_HEAD.fields[name][1] for name in ("salt", "sum")) == (SALT_AT, SUM_AT)
+assert TRAILER_HEAD.fields["sum"][1] == SUM_AT
 _NAMED = struct.Struct("<Q32s16sQQII")
 """The fields of a trailer that say whose block it is; the fifth is the salt of the sums."""
 _BLOCKS = struct.Struct("=QqQQqQqqqqQqqQ")
@@ -136,13 +134,6 @@ class Run(NamedTuple):
         is_page_sized = self.arena.host.slot_bytes == self.geometry.trailer_offset
         return self.cipher is None and is_page_sized
 
-    @property
-    def places(self) -> Iterator[tuple[DiskSegment, int]]:
-        """The segment and slot of each block."""
-        for segment, first, count in self.stretches:
-            for slot in range(first, first + count):
-                yield segment, slot
-
 
 def probe_direct(folder: int, calls: DiskCalls) -> bool:
     """Whether the file system of a folder takes direct I/O.
@@ -175,25 +166,18 @@ def write_run(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.
 
     Raises `OSError`: not all of it was written.
     """
-    room, trailers = _room_of(run, scratch)
-    library = load_parts_library()
+    room = _room_of(run, scratch)
+    itself = calls.pwritev is os.pwritev
     with _opened(run, os.O_WRONLY, calls) as files:
-        if library is None:
-            begin_trailers(run, trailers)
-            if not run.is_in_place:
-                _fill_blocks(run, room, trailers)
-            trailer_sums = end_trailers(trailers, run.geometry.cell_count)
+        call = _CompiledCall(run, room, files if itself else None)
+        if run.cipher is None:
+            trailer_sums = call.write(_TRAILERS | _REST)
         else:
-            itself = calls.pwritev is os.pwritev
-            call = _CompiledCall(run, room, files if itself else None)
-            if run.cipher is None:
-                trailer_sums = call.write(library, _TRAILERS | _REST)
-            else:
-                call.write(library, _TRAILERS)
-                _fill_blocks(run, room, trailers)
-                trailer_sums = call.write(library, _REST)
-            if itself:
-                return trailer_sums
+            call.write(_TRAILERS)
+            _encrypt_blocks(run, run.cipher, room)
+            trailer_sums = call.write(_REST)
+        if itself:
+            return trailer_sums
         done = 0
         for fd, (segment, first, count) in zip(files, run.stretches, strict=True):
             buffers = _buffers_of(run, room, done, count)
@@ -211,9 +195,8 @@ def read_run(
         What is wrong with which block of the run, by position.
     Raises `OSError`: it could not be read.
     """
-    room, trailers = _room_of(run, scratch)
-    library = sums.library
-    itself = library is not None and calls.preadv is os.preadv
+    room = _room_of(run, scratch)
+    itself = calls.preadv is os.preadv
     with _opened(run, os.O_RDONLY, calls) as files:
         done = 0
         for fd, (segment, first, count) in zip(files, run.stretches, strict=True):
@@ -224,27 +207,19 @@ def read_run(
             # A file that ends early has no trailers from there on.
             room[done + got // run.geometry.slot_bytes : done + count] = 0
             done += count
-        if library is not None:
-            call = _CompiledCall(run, room, files if itself else None, sums)
-            if run.cipher is None:
-                return _faults(call.read(library, _TRAILERS | _REST))
-            bad = _faults(call.read(library, _TRAILERS))
-            _take_blocks(run, room, bad)
-            return _faults(call.read(library, _REST, bad)) | bad
-    places = zip(run.places, trailers, strict=True)
-    bad = _faults([_look_at(run, *at, number, each) for number, (at, each) in enumerate(places)])
-    if not run.is_in_place:
-        _take_blocks(run, room, bad)
-    check_blocks(run, sums, trailers, bad)
-    return bad
+        call = _CompiledCall(run, room, files if itself else None, sums)
+        if run.cipher is None:
+            return _faults(call.read(_TRAILERS | _REST))
+        bad = _faults(call.read(_TRAILERS))
+        _decrypt_blocks(run, run.cipher, room, bad)
+        return _faults(call.read(_REST, bad)) | bad
 
 
-def _room_of(run: Run, scratch: AlignedMemory) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """For each block its trailer, or its whole slot if need be; and the trailers in it."""
+def _room_of(run: Run, scratch: AlignedMemory) -> NDArray[np.uint8]:
+    """For each block its trailer, or its whole slot if need be."""
     geometry, count = run.geometry, len(run.keys)
     step = geometry.trailer_bytes if run.is_in_place else geometry.slot_bytes
-    room = scratch.room(count * step).reshape(count, step)
-    return room, room[:, -geometry.trailer_bytes :]
+    return scratch.room(count * step).reshape(count, step)
 
 
 @contextmanager
@@ -308,16 +283,16 @@ class _CompiledCall:
         )
         self._told = (
             *(blocks, stretches, len(run.stretches), run.slots.tobytes()),
-            *(_names(run, *next(run.places)), key_fields(run.keys).tobytes()),
+            *(_names(run), key_fields(run.keys).tobytes()),
         )
 
-    def write(self, library: PartsLibrary, steps: int) -> NDArray[np.uint64]:
+    def write(self, steps: int) -> NDArray[np.uint64]:
         """Raises `OSError`: not all of it was written."""
         trailer_sums = np.empty(self._count, dtype=np.uint64)
-        self._check(library.write_blocks(*self._told, trailer_sums.ctypes.data, steps))
+        self._check(PARTS.write_blocks(*self._told, trailer_sums.ctypes.data, steps))
         return trailer_sums
 
-    def read(self, library: PartsLibrary, steps: int, bad: Iterable[int] = ()) -> list[int]:
+    def read(self, steps: int, bad: Iterable[int] = ()) -> list[int]:
         """What is wrong with each block; those that are known to be `bad` are not looked at.
 
         Raises `OSError`: they cannot be read.
@@ -325,7 +300,7 @@ class _CompiledCall:
         for position in bad:
             self._wrong[position] = _CORRUPT
         seeds = np.array(key_seeds(self._run.keys), dtype=np.uint64).tobytes()
-        self._check(library.read_blocks(*self._told, seeds, self._wrong.ctypes.data, steps))
+        self._check(PARTS.read_blocks(*self._told, seeds, self._wrong.ctypes.data, steps))
         return self._wrong.tolist()
 
     @staticmethod
@@ -388,34 +363,31 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def _fill_blocks(run: Run, room: NDArray[np.uint8], trailers: NDArray[np.uint8]) -> None:
-    """Copies blocks into whole slots, encrypted if need be."""
+def _encrypt_blocks(run: Run, cipher: DiskCipher, room: NDArray[np.uint8]) -> None:
+    """Encrypts blocks into whole slots, and notes how in their trailers."""
     size = run.geometry.block_bytes
+    trailers = room[:, run.geometry.trailer_offset :]
     room[:, size : run.geometry.trailer_offset] = 0
     for position, block in enumerate(run.arena.blocks(run.slots, run.arena.host.slot_bytes)):
-        if run.cipher is None:
-            room[position, :size] = block[:size]
-            continue
         nonce = secrets.token_bytes(NONCE_BYTES)
         bound_to = trailers[position, :ASSOCIATED_BYTES].tobytes()
-        tag = run.cipher.seal(nonce, block[:size].data, bound_to, room[position, :size].data)
+        tag = cipher.seal(nonce, block[:size].data, bound_to, room[position, :size].data)
         head = trailers[position, :TRAILER_HEAD_BYTES].view(TRAILER_HEAD)
         head["nonce"], head["tag"] = nonce, tag
 
 
-def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) -> None:
-    """Copies blocks out of whole slots, decrypted if need be."""
+def _decrypt_blocks(
+    run: Run, cipher: DiskCipher, room: NDArray[np.uint8], bad: dict[int, BlockFault]
+) -> None:
+    """Decrypts blocks out of whole slots; those that are not intact are `bad` then."""
     size = run.geometry.block_bytes
-    heads = room[:, run.geometry.trailer_offset :][:, :TRAILER_HEAD_BYTES]
+    trailers = room[:, run.geometry.trailer_offset :]
     for position, block in enumerate(run.arena.blocks(run.slots, run.arena.host.slot_bytes)):
         if position in bad:
             continue
-        if run.cipher is None:
-            block[:size] = room[position, :size]
-            continue
-        raw = np.ascontiguousarray(heads[position])
+        raw = trailers[position, :TRAILER_HEAD_BYTES].copy()
         head = raw.view(TRAILER_HEAD)[0]
-        is_right = run.cipher.open(
+        is_right = cipher.open(
             head["nonce"].tobytes(),
             room[position, :size].data,
             head["tag"].tobytes(),
@@ -426,79 +398,14 @@ def _take_blocks(run: Run, room: NDArray[np.uint8], bad: dict[int, BlockFault]) 
             bad[position] = BlockFault.CORRUPT
 
 
-def begin_trailers(run: Run, trailers: NDArray[np.uint8]) -> None:
-    """Fills in all but how a block is encrypted, and the trailer's own sum."""
-    trailers[:] = 0
-    sums = run.arena.host.sums(run.slots).astype("<u8", copy=False)
-    for number, (trailer, place) in enumerate(zip(trailers, run.places, strict=True)):
-        named = np.frombuffer(_names(run, *place, number), dtype=np.uint8)
-        trailer[: _NAMED.size] = named
-        table = sums[number].view(np.uint8)
-        trailer[TRAILER_HEAD_BYTES : TRAILER_HEAD_BYTES + len(table)] = table
-
-
-def _names(run: Run, segment: DiskSegment, slot: int, number: int = 0) -> bytes:
-    """How the trailer of one of the blocks begins."""
-    key, (space, generation) = run.keys[number], run.space
-    cells = run.geometry.cell_count
-    return _NAMED.pack(segment.life, key, space, generation, run.salt, slot, cells)
-
-
-def end_trailers(trailers: NDArray[np.uint8], cell_count: int) -> NDArray[np.uint64]:
-    """Writes the sum of each trailer into it; returns them, for the rows."""
-    sums = np.empty(len(trailers), dtype=np.uint64)
-    end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
-    for number, trailer in enumerate(trailers):
-        joined = trailer[:SUM_AT].tobytes() + trailer[TRAILER_HEAD_BYTES:end].tobytes()
-        sums[number] = xxh3_64_intdigest(joined)
-        sealed = sums[number : number + 1].astype("<u8").view(np.uint8)
-        trailer[SUM_AT:TRAILER_HEAD_BYTES] = sealed
-    return sums
-
-
-def _look_at(
-    run: Run, segment: DiskSegment, slot: int, number: int, trailer: NDArray[np.uint8]
-) -> int:
-    found = read_trailer(trailer.tobytes())
-    if found is None:
-        return _CORRUPT
-    said = _NAMED.unpack(trailer[: _NAMED.size].tobytes())
-    wanted = _NAMED.unpack(_names(run, segment, slot, number))
-    names, places = (1, 2), (0, 3, 5, 6)
-    if any(said[field] != wanted[field] for field in places):
-        return _CORRUPT
-    return _ANOTHER if any(said[field] != wanted[field] for field in names) else _RIGHT
+def _names(run: Run) -> bytes:
+    """How the trailer of the first block begins."""
+    segment, slot, _ = run.stretches[0]
+    (space, generation), cells = run.space, run.geometry.cell_count
+    return _NAMED.pack(segment.life, run.keys[0], space, generation, run.salt, slot, cells)
 
 
 def _faults(wrong: list[int]) -> dict[int, BlockFault]:
     if not any(wrong):
         return {}
     return {position: _FAULTS[what] for position, what in enumerate(wrong) if what}
-
-
-def check_blocks(
-    run: Run, sums: PackedSums, trailers: NDArray[np.uint8], bad: dict[int, BlockFault]
-) -> None:
-    """Adds those to `bad` whose bytes are other ones; of the rest, the arena gets the sums.
-
-    In the arena they are made with `run.salt`, on the disk with that of the life that saved them.
-    """
-    host, keys, slots = run.arena.host, run.keys, run.slots
-    positions = [position for position in range(len(keys)) if position not in bad]
-    if len(positions) < len(keys):
-        keys = [keys[position] for position in positions]
-        slots, trailers = slots[positions], trailers[positions]
-    end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
-    salts = np.ascontiguousarray(trailers[:, SALT_AT : SALT_AT + SUM_BYTES]).view("<u8")[:, 0]
-    found = sums.sum_pairs(
-        host.arena.bytes,
-        host.blocks_offset + slots.astype(np.int64) * host.slot_bytes,
-        keys,
-        (salts, run.salt),
-    )
-    stored = np.ascontiguousarray(trailers[:, TRAILER_HEAD_BYTES:end]).view("<u8")
-    right = (found[0] == stored).all(axis=1)
-    host.keep_sums(slots[right], found[1][right])
-    for position, is_right in zip(positions, right.tolist(), strict=True):
-        if not is_right:
-            bad[position] = BlockFault.CORRUPT
