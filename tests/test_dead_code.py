@@ -43,7 +43,6 @@ CALLED_FROM_ELSEWHERE = {
     "connectors/vllm/versions.py:emit": "logging calls it: what a handler does with a record",
     "connectors/vllm/translation.py:is_empty": "vLLM calls it: part of what it asks of statistics",
     "handoff/handoff.py:engine_died": _AUTHORS,
-    "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
     "server/http.py:capture_signals": _UVICORN,
     "server/http.py:main_loop": _UVICORN,
     "server/http.py:send_400_response": _UVICORN,

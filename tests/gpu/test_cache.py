@@ -25,7 +25,6 @@ from penstock.vocabulary.layout import GroupKind, HeadRange
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.movers.cuda.calls import CompiledCalls
     from penstock.runtime.cache import Lease
 
 pytestmark = pytest.mark.gpu
@@ -332,24 +331,6 @@ def test_the_staging_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) ->
     assert any("staging taken on the device: for=saves" in line for line in told)
     assert any("host memory registered" in line for line in told)
     engine.cache.close(1.0)
-
-
-def test_a_cache_tells_whether_its_copies_are_submitted_by_compiled_code(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> CompiledCalls:
-        raise penstock.UnavailableError("there is no C compiler")
-
-    compiled = engine.cache.steps.without
-    monkeypatch.setattr("penstock.movers.cuda.calls.compiled_calls", refuse)
-    plain = Engine()
-    found = plain.turn(list(range(9)))
-
-    assert compiled == ""
-    assert plain.cache.steps.without == "there is no C compiler"
-    assert plain.cache.health().ok
-    assert found == 0
-    plain.cache.close(1.0)
 
 
 def test_tensors_of_another_device_are_refused() -> None:

@@ -15,7 +15,6 @@ import torch
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
-from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
 from penstock.movers.cuda.streams import Steps, StreamEvent
 from penstock.testing.mover_suite import keys_of, make_copy
@@ -25,11 +24,9 @@ from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import PackingKernel
 
 pytestmark = pytest.mark.gpu
 
@@ -50,8 +47,7 @@ class BlindSteps(Steps):
 class Rig:
     """A KV tensor of four blocks, pinned slots, and the engine's stream."""
 
-    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
-        self.calls = calls
+    def __init__(self) -> None:
         self.kv = torch.full((SLOTS, 16, 64), OLD, dtype=torch.uint8, device="cuda")
         held = Held.of(PlaneRole.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
@@ -70,12 +66,12 @@ class Rig:
         steps.submitted(self.engine.cuda_stream)
 
     def save(self, steps: Steps) -> SaveMover:
-        mover = SaveMover(self.tier, self.host, Algorithm.MIX64, steps=steps, calls=self.calls)
+        mover = SaveMover(self.tier, self.host, Algorithm.MIX64, steps=steps)
         self.movers.append(mover)
         return mover
 
     def load(self, steps: Steps) -> LoadMover:
-        mover = LoadMover(self.host, self.tier, Algorithm.MIX64, steps=steps, calls=self.calls)
+        mover = LoadMover(self.host, self.tier, Algorithm.MIX64, steps=steps)
         self.movers.append(mover)
         return mover
 
@@ -96,9 +92,9 @@ class Rig:
         self.host.close()
 
 
-@pytest.fixture(params=[compiled_calls, plain_calls])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
     yield rig
     rig.close()
 
@@ -149,7 +145,7 @@ def test_a_duplicate_waits_for_the_step_that_writes_the_block(
     rig: Rig, steps: type[Steps], copied: int
 ) -> None:
     seen = steps(SLOTS)
-    mover = DuplicateMover(rig.tier, rig.tier, Algorithm.MIX64, steps=seen, calls=rig.calls)
+    mover = DuplicateMover(rig.tier, rig.tier, Algorithm.MIX64, steps=seen)
     rig.movers.append(mover)
     rig.step(write=NEW, steps=seen)
 

@@ -14,7 +14,6 @@ import torch
 
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import BlockFault, Purpose
-from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import SaveMover
 from penstock.movers.cuda.streams import Steps
@@ -25,9 +24,8 @@ from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.streams import Stream
 
@@ -59,7 +57,7 @@ def make_late(mover: LayerLoadMover, number: int) -> None:
 class Rig:
     """Three layers of four blocks, all OLD; NEW ones in host memory, and a step that reads."""
 
-    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
+    def __init__(self) -> None:
         self.kv = [
             torch.full((SLOTS, 16, 64), NEW, dtype=torch.uint8, device="cuda")
             for _ in range(LAYERS)
@@ -73,9 +71,7 @@ class Rig:
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, SLOTS)
         self.steps = Steps(SLOTS)
-        self.load = LayerLoadMover(
-            self.host, self.tier, Algorithm.MIX64, steps=self.steps, calls=calls
-        )
+        self.load = LayerLoadMover(self.host, self.tier, Algorithm.MIX64, steps=self.steps)
         self.engine = torch.cuda.Stream()
         self.seen = [torch.zeros(16, 64, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
         self._fill_host()
@@ -122,9 +118,9 @@ class Rig:
         self.host.close()
 
 
-@pytest.fixture(params=[compiled_calls, plain_calls])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
     yield rig
     rig.close()
 

@@ -17,7 +17,6 @@ import torch
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.cuda.buffers import StagingSize
-from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
 from penstock.testing.mover_suite import (
@@ -42,9 +41,7 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Copy
     from penstock.movers.base import Moved
-    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import PackingKernel
     from penstock.testing.mover_suite import _Damage
     from penstock.vocabulary.keys import OperationId
 
@@ -128,42 +125,31 @@ def settled(mover: CudaMover | LayerLoadMover) -> Settled:
 
 class TestSavesToPinnedMemory(SavingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = device(layout), host(layout)
-        mover = SaveMover(source, target, self.algorithm, size=SIZE, calls=self.calls)
+        mover = SaveMover(source, target, self.algorithm, size=SIZE)
         return Ends(source, target, settled(mover))
-
-
-class TestSavesToPinnedMemoryFromPython(TestSavesToPinnedMemory):
-    calls = staticmethod(plain_calls)
 
 
 class TestLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = host(layout), device(layout)
-        mover = LoadMover(source, target, self.algorithm, size=SIZE, calls=self.calls)
+        mover = LoadMover(source, target, self.algorithm, size=SIZE)
         return Ends(source, target, settled(mover))
-
-
-class TestLoadsFromPinnedMemoryFromPython(TestLoadsFromPinnedMemory):
-    calls = staticmethod(plain_calls)
 
 
 class TestLayerLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = host(layout), device(layout)
-        mover = LayerLoadMover(source, target, self.algorithm, calls=self.calls)
+        mover = LayerLoadMover(source, target, self.algorithm)
         return Ends(source, target, settled(mover))
 
     def expect_found(self, damage: _Damage, positions: Sequence[int]) -> None:
@@ -182,24 +168,15 @@ class TestLayerLoadsFromPinnedMemory(LoadingMoverSuite):
         np.testing.assert_array_equal(read_slots(ends.target)[certain], expected[certain])
 
 
-class TestLayerLoadsFromPinnedMemoryFromPython(TestLayerLoadsFromPinnedMemory):
-    calls = staticmethod(plain_calls)
-
-
 class TestDuplicatesOnTheDevice(MoverSuite):
     purpose = Purpose.DUPLICATE
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         tier = device(layout)
-        mover = DuplicateMover(tier, tier, self.algorithm, size=SIZE, calls=self.calls)
+        mover = DuplicateMover(tier, tier, self.algorithm, size=SIZE)
         return Ends(tier, tier, settled(mover))
-
-
-class TestDuplicatesOnTheDeviceFromPython(TestDuplicatesOnTheDevice):
-    calls = staticmethod(plain_calls)
 
 
 def test_sums_of_another_algorithm_are_refused() -> None:

@@ -11,7 +11,6 @@ import torch
 from lab.fixtures.pinned_tier import PinnedTier
 from penstock.cache.operations import Purpose
 from penstock.movers.cuda.buffers import StagingSize
-from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -20,11 +19,9 @@ from penstock.vocabulary.layout import GroupKind
 from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.streams import Stream
 
 pytestmark = pytest.mark.gpu
@@ -44,15 +41,15 @@ KEYS = keys_of(BLOCKS)
 class Rig:
     """A KV tensor whose blocks are all different, and pinned slots for all of them."""
 
-    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
+    def __init__(self) -> None:
         self.kv = torch.zeros((BLOCKS, 16, 256), dtype=torch.uint8, device="cuda")
         self.kv += torch.arange(1, BLOCKS + 1, device="cuda", dtype=torch.uint8)[:, None, None]
         held = Held.of(PlaneRole.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, BLOCKS)
-        self.save = SaveMover(self.tier, self.host, Algorithm.MIX64, size=SIZE, calls=calls)
-        self.load = LoadMover(self.host, self.tier, Algorithm.MIX64, size=SIZE, calls=calls)
+        self.save = SaveMover(self.tier, self.host, Algorithm.MIX64, size=SIZE)
+        self.load = LoadMover(self.host, self.tier, Algorithm.MIX64, size=SIZE)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -61,9 +58,9 @@ class Rig:
             each.close()
 
 
-@pytest.fixture(params=[compiled_calls, plain_calls])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
     yield rig
     rig.close()
 

@@ -1,12 +1,11 @@
 """The calls of a batch by compiled code: made in the order of their recording, on a logging driver.
 
-What they do on a device is tested in `tests/gpu`, for compiled and plain calls alike.
+What they do on a device is tested in `tests/gpu`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import shutil
 import subprocess
@@ -20,9 +19,8 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.movers.compiled import find_compiler, library_path, load_library
-from penstock.movers.cuda import calls as module
-from penstock.movers.cuda.calls import CallsLibrary, CompiledCalls, PlainCalls, choose_calls
-from penstock.movers.cuda.tables import in_turns
+from penstock.movers.cuda.calls import Calls, CallsLibrary
+from penstock.testing import failing_seed
 from penstock.vocabulary.checksums import key_seeds
 
 if TYPE_CHECKING:
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 COMPILER = find_compiler()
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
+MIB = 1 << 20
 DOUBLE = Path(__file__).with_name("recording_driver.c")
 
 
@@ -94,7 +93,7 @@ class Streams:
 
 
 def test_nothing_is_called_before_all_is_recorded(recorder: Recorder) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     calls.wait(numbered(5), numbered(6))
 
     before = recorder.reported
@@ -108,7 +107,7 @@ def test_calls_are_made_in_the_order_in_which_they_were_recorded_and_once(
     recorder: Recorder,
 ) -> None:
     pack = kernel(5, argument_count=3)
-    calls = CompiledCalls(recorder.library, [pack])
+    calls = Calls(recorder.library, [pack])
     link: Any = Streams()
 
     calls.copy(numbered(5), 1 << 40, 70, 80)
@@ -135,7 +134,7 @@ def test_calls_are_made_in_the_order_in_which_they_were_recorded_and_once(
 
 
 def test_a_ring_makes_a_descriptor_readable_also_when_it_is_full(recorder: Recorder) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     fd = os.eventfd(0, os.EFD_NONBLOCK)
     os.eventfd_write(fd, (1 << 64) - 2)
 
@@ -152,7 +151,7 @@ def test_a_ring_makes_a_descriptor_readable_also_when_it_is_full(recorder: Recor
 
 
 def test_turns_change_streams_and_each_follows_the_one_before(recorder: Recorder) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     link: Any = Streams()
 
     calls.send(link, (0, 1000, 300), 100)
@@ -186,38 +185,72 @@ def turns_of(reported: list[str]) -> list[list[tuple[int, int, int]]]:
     return turns
 
 
-@pytest.mark.parametrize(
-    ("lengths", "turn_bytes"),
-    [
-        ([128 << 20], 14 << 20),
-        ([2 << 20] * 64, 14 << 20),
-        ([2 << 20] * 64, 1 << 20),
-        ([40, 40, 40, 100, 40], 100),
-        ([40, 40, 40, 100, 40], 1),
-        ([10_001, 3, 9_999, 20_000, 4096], 4096),
-        ([10_001, 3, 9_999, 20_000, 4096], 10_000),
-        ([10_001, 3, 9_999, 20_000, 4096], 100),
-        ([1], 10_000),
-    ],
-)
-def test_extents_are_cut_into_the_same_turns_as_by_python(
-    recorder: Recorder, lengths: list[int], turn_bytes: int
-) -> None:
-    calls = CompiledCalls(recorder.library, [])
-    extents = [(7 << 40 | at << 28, at << 28, length) for at, length in enumerate(lengths)]
+def sent(
+    recorder: Recorder, extents: list[tuple[int, int, int]], turn_bytes: int
+) -> list[list[tuple[int, int, int]]]:
+    """The turns in which extents were sent."""
+    calls = Calls(recorder.library, [])
     link: Any = Streams()
-
     calls.send(link, [word for extent in extents for word in extent], turn_bytes)
     calls.make()
+    return turns_of(recorder.reported)
 
-    wanted = [list(zip(*turn, strict=True)) for turn in in_turns(extents, turn_bytes)]
-    assert turns_of(recorder.reported) == wanted
+
+def test_short_extents_share_a_turn_as_long_as_they_fit(recorder: Recorder) -> None:
+    extents = [(at, 1000 + at, 40) for at in range(0, 500, 100)]
+
+    turns = sent(recorder, extents, 100)
+
+    assert turns == [extents[:2], extents[2:4], extents[4:]]
+
+
+def test_a_long_extent_is_cut_into_about_equal_turns_of_whole_pages(recorder: Recorder) -> None:
+    turns = sent(recorder, [(0, 0, 64 * MIB)], 12 * MIB)
+
+    lengths = [length for [(_, _, length)] in turns]
+    assert len(lengths) == 6
+    assert max(lengths) - min(lengths) < 64 << 10
+    assert max(lengths) <= 12 * MIB
+    assert not any(length % 4096 for length in lengths[:-1])
+
+
+def test_turns_of_less_than_a_page_are_full_though_no_part_is_a_page(recorder: Recorder) -> None:
+    turns = sent(recorder, [(0, 9000, 250)], 100)
+
+    assert turns == [[(0, 9000, 84)], [(84, 9084, 84)], [(168, 9168, 82)]]
+
+
+def test_every_byte_is_copied_once_and_in_order_whatever_the_turns(recorder: Recorder) -> None:
+    for seed in range(50):
+        with failing_seed(seed):
+            recorder.driver.forget()
+            random = np.random.default_rng(seed)
+            count = int(random.integers(1, 6))
+            lengths = random.integers(1, 40_000, size=count).tolist()
+            staged = np.cumsum(random.integers(50_000, 90_000, size=count)).tolist()
+            extents = [(at, 7 * at, length) for at, length in zip(staged, lengths, strict=True)]
+            turn_bytes = int(random.integers(2_000, 20_000))
+
+            turns = sent(recorder, extents, turn_bytes)
+
+            assert all(0 < sum(part[2] for part in turn) <= turn_bytes for turn in turns)
+            parts = [part for turn in turns for part in turn]
+            found, wanted = (
+                np.hstack(
+                    [
+                        np.stack([np.arange(at, at + length), np.arange(host, host + length)])
+                        for at, host, length in each
+                    ]
+                )
+                for each in (parts, extents)
+            )
+            np.testing.assert_array_equal(found, wanted)
 
 
 def test_the_extents_of_a_turn_go_in_one_call_in_the_order_of_the_stream(
     recorder: Recorder,
 ) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     link: Any = Streams()
 
     calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
@@ -228,7 +261,7 @@ def test_the_extents_of_a_turn_go_in_one_call_in_the_order_of_the_stream(
 
 def test_a_driver_without_batches_is_given_one_extent_after_the_other(tmp_path: Path) -> None:
     older = Recorder(tmp_path, "-DWITHOUT_BATCHES")
-    calls = CompiledCalls(older.library, [])
+    calls = Calls(older.library, [])
     link: Any = Streams()
 
     calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
@@ -238,7 +271,7 @@ def test_a_driver_without_batches_is_given_one_extent_after_the_other(tmp_path: 
 
 
 def test_nothing_is_called_after_a_call_that_failed(recorder: Recorder) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     calls.wait(numbered(5), numbered(6))
     calls.record(numbered(7), numbered(5))
     calls.wait(numbered(5), numbered(8))
@@ -264,13 +297,13 @@ def test_words_that_make_no_sense_are_refused(recorder: Recorder) -> None:
 def test_events_are_asked_for_until_one_is_not_reached(
     recorder: Recorder, events: list[int], reached: int
 ) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
 
     assert calls.reached([numbered(event) for event in events]) == reached
 
 
 def test_an_event_of_a_lost_device_is_an_error(recorder: Recorder) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
 
     with pytest.raises(UnavailableError, match="CUDA: error 719 of an event"):
         calls.reached([numbered(1), numbered(900)])
@@ -285,14 +318,14 @@ def test_kernels_with_parameters_that_we_do_not_know_are_refused(
     unknown = kernel(function, argument_count=argument_count, scratch_bytes=scratch_bytes)
 
     with pytest.raises(UnavailableError, match=f"a kernel takes {function} parameters"):
-        CompiledCalls(recorder.library, [unknown])
+        Calls(recorder.library, [unknown])
 
 
-@pytest.mark.parametrize("key_bytes", [0, 1, 8, 16, 20, 32, 64, 104, 105, 200, 300])
+@pytest.mark.parametrize("key_bytes", [0, 1, 8, 16, 20, 32, 64, 104, 105, 200])
 def test_seeds_are_those_of_the_definition_whatever_the_keys(
     recorder: Recorder, key_bytes: int
 ) -> None:
-    calls = CompiledCalls(recorder.library, [])
+    calls = Calls(recorder.library, [])
     random = np.random.default_rng(key_bytes)
     keys = [random.bytes(key_bytes) for _ in range(70)]
     seeds = np.zeros(100, dtype=np.uint64)
@@ -303,27 +336,11 @@ def test_seeds_are_those_of_the_definition_whatever_the_keys(
     assert seeds.tolist() == key_seeds(keys, 0x123456789ABCDEF0) + [0] * 30
 
 
-def test_keys_of_different_lengths_are_refused(recorder: Recorder) -> None:
+def test_keys_of_different_lengths_and_long_ones_are_refused(recorder: Recorder) -> None:
     with pytest.raises(ValueError, match="keys have different lengths"):
         recorder.library.write_seeds([b"one", b"another"], 0)
-
-
-def test_where_calls_cannot_be_compiled_they_are_made_from_python_which_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse() -> CallsLibrary:
-        raise UnavailableError("libcuda.so.1 is not there")
-
-    monkeypatch.setattr(module, "load_calls_library", refuse)
-    monkeypatch.setattr(module, "_logged", set())
-
-    with caplog.at_level(logging.WARNING, logger="penstock"):
-        found = [choose_calls([]) for _ in range(3)]
-
-    assert all(isinstance(calls, PlainCalls) for calls in found)
-    assert found[0].without == "libcuda.so.1 is not there"
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("copies are submitted from Python, which takes longer: cause=libcuda")
+    with pytest.raises(ValueError, match="keys have 300 bytes, which is too long"):
+        recorder.library.write_seeds([bytes(300)], 0)
 
 
 def test_a_driver_that_lacks_a_function_is_refused(tmp_path: Path) -> None:

@@ -55,11 +55,6 @@ if TYPE_CHECKING:
 class KnowsSteps(Protocol):
     """A mover whose copies are in order with the engine's steps, on the device."""
 
-    @property
-    def without(self) -> str:
-        """Why copies are submitted from Python; empty where that is done by compiled calls."""
-        ...
-
     def step_submitted(self, stream: int, slots: ArrayLike | None = None) -> None:
         """The engine has submitted a step; the movers of one device share what they know."""
         ...
@@ -109,11 +104,6 @@ class EngineSteps:
             slots = as_array("slots", slots)
         for mover in self._knowing[:1]:  # The movers of one device share it.
             mover.step_submitted(stream, slots)
-
-    @property
-    def without(self) -> str:
-        """Why the device's copies are submitted from Python, which takes longer; else empty."""
-        return next((mover.without for mover in self._knowing if mover.without), "")
 
     @property
     def fills_layers(self) -> bool:

@@ -36,8 +36,6 @@ BUDGET_BYTES = 32 << 20
 """About this much is verified and put away in one step: some milliseconds of a core."""
 FENCE_S = 0.05
 """A fence that nothing wakes us for is looked at again after this."""
-TAKING_S = 0.001
-"""The same for moves of a device."""
 CLAIM_S = 0.05
 """The end of a part may wait this long for the next notice, and its berth for others to be returned
 in the same claim; but no longer than a quarter of the time after which its source asks again."""
@@ -131,11 +129,8 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         """When `step` should be called although nothing came."""
         known = super().next_deadline()
         due = math.inf if known is None else known
-        if self._is_taking:
-            if self._taker.descriptor is None:
-                due = min(due, self._clock() + TAKING_S)
-            elif not self._watches_taker:
-                due = min(due, self._taking_since + self._claim_s)
+        if self._is_taking and not self._watches_taker:
+            due = min(due, self._taking_since + self._claim_s)
         if self._fences and not self._target.watches_fences:
             due = min(due, self._clock() + FENCE_S)
         if self._held and self._kept_back:
@@ -400,11 +395,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
 
     def _descriptors(self) -> Sequence[int]:
         """Notices that arrive, and writers that die."""
-        own, taken = self._target.descriptor, self._taker.descriptor
+        own = self._target.descriptor
         found = [] if own is None else [own]
         self._watches_taker = self._is_taking and self._waits_for_takes()
-        if taken is not None and self._watches_taker:
-            found.append(taken)
+        if self._watches_taker:
+            found.append(self._taker.descriptor)
         for fence in self._fences:
             area = self._areas.get((fence.peer, fence.generation))
             pidfd = None if area is None else self._target.fence_descriptor(area)

@@ -46,7 +46,7 @@ from penstock.movers.cuda.buffers import (
     register,
     unregister,
 )
-from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.calls import calls_for
 from penstock.movers.cuda.landing import DeviceBytes
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
@@ -163,8 +163,8 @@ class DeviceReader:
         return bool(self._reading)
 
     @property
-    def descriptor(self) -> int | None:
-        """Readable when parts have ended; nothing where calls are not compiled."""
+    def descriptor(self) -> int:
+        """Readable when parts have ended."""
         return self._device.descriptor
 
     def close(self) -> None:
@@ -277,8 +277,8 @@ class DeviceTaker:
         return bool(self._taking)
 
     @property
-    def descriptor(self) -> int | None:
-        """Readable when parts have ended; nothing where calls are not compiled."""
+    def descriptor(self) -> int:
+        """Readable when parts have ended."""
         return self._device.descriptor
 
     def close(self) -> None:
@@ -402,10 +402,9 @@ class Device:
         return all(shape.free for shape in self._shapes.values())
 
     @property
-    def descriptor(self) -> int | None:
-        """Readable when a part has ended, if every part rings."""
-        rings = all(kernels.calls.rings for kernels in self._kernels.values())
-        return self.rings.descriptor if rings else None
+    def descriptor(self) -> int:
+        """Readable when a part has ended."""
+        return self.rings.descriptor
 
     def kernels_of(self, form: PartForm, layout_of: Callable[[], Layout]) -> Kernels:
         """The kernels for parts of a form whose blocks have this layout; prepared once."""
@@ -417,7 +416,7 @@ class Device:
             if shape is None:
                 shape = self._shapes[key] = Shape(layout, form.block_bytes, self._part_bytes)
             packer = Packer(layout, self._tier.addresses, shape.ring)
-            found = self._kernels[form] = Kernels(shape, packer, choose_calls(packer.kernels))
+            found = self._kernels[form] = Kernels(shape, packer, calls_for(packer.kernels))
         return found
 
     def close(self) -> None:

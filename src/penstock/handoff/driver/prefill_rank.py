@@ -159,8 +159,6 @@ BUDGET_BYTES = 32 << 20
 """About this much is packed in one step: some milliseconds of a core."""
 DRIVE_S = 200e-6
 """Only events are polled this long; then lines are, since a claim may return a berth."""
-READING_S = 0.001
-"""Copies of a device that nothing wakes us for are looked at again after this."""
 FULL_S = 0.01
 """A target that takes no notices at the moment is tried again after this."""
 
@@ -392,16 +390,10 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         due = super().next_deadline()
-        if self._reader.busy and self._reader.descriptor is None:
-            soon = self._clock() + READING_S
-        else:
-            for area in self._areas.values():
-                if area.stuck and area.posted:
-                    soon = self._clock() + FULL_S
-                    break
-            else:
-                return due
-        return soon if due is None else min(soon, due)
+        if any(area.stuck and area.posted for area in self._areas.values()):
+            soon = self._clock() + FULL_S
+            return soon if due is None else min(soon, due)
+        return due
 
     def close(self) -> None:
         """Ends lines and links: nothing is written after this returns."""

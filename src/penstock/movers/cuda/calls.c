@@ -12,7 +12,7 @@
  *     TURNS   link turn_bytes n (target source length)...        copies in turns, in order
  *     RING    stream descriptor                 an eventfd is readable when the stream gets there
  *
- * It decides nothing but where extents are cut into turns, by the rule of tables.py. The one rule:
+ * It decides nothing but where extents are cut into turns. The one rule:
  * the calls are made in the order in which they were written down, and none after one that failed.
  *
  * The driver is found at run time, so neither CUDA's headers nor its libraries are needed to

@@ -3,10 +3,8 @@
     calls.copy(…); calls.wait(…); calls.launch(…); calls.send(link, …); calls.record(…)
     calls.make()
 
-`CompiledCalls` records words, which `calls.c` reads: one foreign call for each batch instead of
-about thirty, each of which takes several microseconds from Python. `PlainCalls` makes each call at
-once, if nothing can be compiled. The movers use both in the same way, so that dependencies are
-stated in one place.
+They are recorded as words, which `calls.c` reads: one foreign call for each batch instead of about
+thirty, each of which takes several microseconds from Python.
 
 The one rule: calls are made in the order in which they were recorded.
 """
@@ -14,7 +12,6 @@ The one rule: calls are made in the order in which they were recorded.
 from __future__ import annotations
 
 import ctypes
-import logging
 from array import array
 from enum import IntEnum
 from functools import cache
@@ -24,8 +21,7 @@ import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.movers.compiled import load_library
-from penstock.movers.cuda.tables import in_turns
-from penstock.vocabulary.checksums import key_seeds, seed_prefix
+from penstock.vocabulary.checksums import seed_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,15 +86,16 @@ class CallsLibrary:
             raise UnavailableError(f"CUDA: error {-found} of an event")
         return found
 
-    def write_seeds(self, keys: Sequence[bytes], address: int) -> bool:
-        """Writes the seeds of keys of equal length; returns False where that is too long."""
+    def write_seeds(self, keys: Sequence[bytes], address: int) -> None:
+        """Writes the seeds of keys of equal length. Raises `ValueError`: they are too long."""
         key_bytes = len(keys[0])
         prefix = seed_prefix(key_bytes)
         joined = b"".join(keys)
         if len(joined) != key_bytes * len(keys):
             raise ValueError("keys have different lengths, must have one")
         written = self._seeds(prefix, len(prefix), joined, key_bytes, len(keys), address)
-        return bool(written == len(keys))
+        if written != len(keys):
+            raise ValueError(f"keys have {key_bytes} bytes, which is too long")
 
     def parameter_count(self, function: int) -> int:
         """How many parameters a kernel takes, hidden ones included."""
@@ -114,12 +111,8 @@ def load_calls_library() -> CallsLibrary:
     return CallsLibrary(load_library())
 
 
-logger = logging.getLogger(__name__)
-
 HIDDEN_MAX = 2
 """Triton adds pointers to scratch memory, one or two by version, which our kernels do not use."""
-_logged: set[str] = set()
-"""The reasons for plain calls that were logged."""
 
 
 class Word(IntEnum):
@@ -140,78 +133,7 @@ class Word(IntEnum):
 _WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS, _RING = map(int, Word)
 
 
-class PlainCalls:
-    """Each call at once, from Python."""
-
-    rings = False
-
-    def __init__(self, without: str = "") -> None:
-        self.without = without
-        """Why calls are made from Python; empty if they are compiled."""
-
-    def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Has a stream wait on the device for an event."""
-        stream.wait_for(event)
-
-    def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Marks what the stream was given so far."""
-        event.record(stream.handle)
-
-    def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
-        """Copies one extent."""
-        stream.copy_extents([source], [target], [length])
-
-    def clear(self, stream: Stream, address: int, length: int) -> None:
-        """Writes zeros."""
-        stream.clear(address, length)
-
-    def launch(
-        self,
-        kernel: PackingKernel,
-        rows: int,
-        blocks: int,
-        arguments: tuple[int, ...],
-        stream: Stream,
-    ) -> None:
-        """Launches a grid of `rows × blocks` programs."""
-        kernel.launch(rows, blocks, arguments, stream.number)
-
-    def follow(self, link: CudaLink, event: StreamEvent) -> None:
-        """What is sent over the link from now on waits for an event."""
-        link.next_stream.wait_for(event)
-
-    def mark(self, event: StreamEvent, link: CudaLink) -> None:
-        """Marks what was sent over the link so far."""
-        event.record(link.stream.handle)
-
-    def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
-        """Copies extents in turns: target, source and length of each, one after the other."""
-        triples = zip(extents[0::3], extents[1::3], extents[2::3], strict=True)
-        for targets, sources, lengths in in_turns(triples, turn_bytes):
-            link.take_turn(targets, sources, lengths)
-
-    def ring(self, stream: Stream, descriptor: int) -> None:
-        """Makes an eventfd readable when the stream gets there; only where it `rings`."""
-
-    def make(self) -> None:
-        """Makes the calls that were recorded, if they were not made at once.
-
-        Raises `UnavailableError`: one failed; the device may be lost.
-        """
-
-    def reached(self, events: Sequence[StreamEvent]) -> int:
-        """How many of these events, which are reached in order, were reached."""
-        for number, event in enumerate(events):
-            if not event.reached:
-                return number
-        return len(events)
-
-    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
-        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
-        manifest.seeds[: len(keys)] = key_seeds(keys, salt)
-
-
-class CompiledCalls:
+class Calls:
     """Words for `calls.c`.
 
     Args:
@@ -222,24 +144,25 @@ class CompiledCalls:
         UnavailableError: a kernel takes other parameters than we know of.
     """
 
-    without = ""
-    rings = True
-
     def __init__(self, library: CallsLibrary, kernels: Iterable[PackingKernel]) -> None:
         self._library = library
         self._words: list[int] = []
         self._launches = {kernel.function: self._launch_of(kernel) for kernel in kernels}
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
+        """Has a stream wait on the device for an event."""
         self._words += (_WAIT, stream.number, event.number)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
+        """Marks what the stream was given so far."""
         self._words += (_RECORD, stream.number, event.number)
 
     def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
+        """Copies one extent."""
         self._words += (_COPY, stream.number, target, source, length)
 
     def clear(self, stream: Stream, address: int, length: int) -> None:
+        """Writes zeros."""
         self._words += (_CLEAR, stream.number, address, length)
 
     def launch(
@@ -250,6 +173,7 @@ class CompiledCalls:
         arguments: tuple[int, ...],
         stream: Stream,
     ) -> None:
+        """Launches a grid of `rows × blocks` programs."""
         shape, hidden = self._launches[kernel.function]
         self._words += (_LAUNCH, stream.number, kernel.function, rows, blocks)
         self._words += shape
@@ -257,31 +181,39 @@ class CompiledCalls:
         self._words += hidden
 
     def follow(self, link: CudaLink, event: StreamEvent) -> None:
+        """What is sent over the link from now on waits for an event."""
         self._words += (_FOLLOW, link.address, event.number)
 
     def mark(self, event: StreamEvent, link: CudaLink) -> None:
+        """Marks what was sent over the link so far."""
         self._words += (_MARK, link.address, event.number)
 
     def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
+        """Copies extents in turns: target, source and length of each, one after the other."""
         self._words += (_TURNS, link.address, turn_bytes, len(extents) // 3)
         self._words += extents
 
     def ring(self, stream: Stream, descriptor: int) -> None:
+        """Makes an eventfd readable when the stream gets there."""
         self._words += (_RING, stream.number, descriptor)
 
     def make(self) -> None:
+        """Makes the calls that were recorded.
+
+        Raises `UnavailableError`: one failed; the device may be lost.
+        """
         words = array("q", self._words)
         self._words.clear()
         self._library.make(words)
 
     def reached(self, events: Sequence[StreamEvent]) -> int:
+        """How many of these events, which are reached in order, were reached."""
         return self._library.reached(array("q", [event.number for event in events]))
 
     def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
-        if self._library.write_seeds(keys, manifest.seeds_host_address):
-            manifest.seeds[: len(keys)] ^= np.uint64(salt)
-        else:
-            manifest.seeds[: len(keys)] = key_seeds(keys, salt)
+        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
+        self._library.write_seeds(keys, manifest.seeds_host_address)
+        manifest.seeds[: len(keys)] ^= np.uint64(salt)
 
     def _launch_of(self, kernel: PackingKernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """Threads, shared memory and parameters of a kernel, and values of the hidden ones."""
@@ -296,30 +228,10 @@ class CompiledCalls:
         return (kernel.threads, kernel.shared_bytes, count), (0,) * hidden
 
 
-Calls = PlainCalls | CompiledCalls
-"""Records the calls of a batch."""
+def calls_for(kernels: Iterable[PackingKernel]) -> Calls:
+    """Calls on this machine's device.
 
-
-def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
-    """Calls by compiled code, for these kernels.
-
-    Raises `UnavailableError`: nothing can be compiled here, or the kernels take something unknown.
+    Raises `UnavailableError`: the driver is not there or lacks something, or a kernel takes other
+    parameters than we know of.
     """
-    return CompiledCalls(load_calls_library(), kernels)
-
-
-def plain_calls(kernels: Iterable[PackingKernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
-    """Calls from Python, for any kernels."""
-    return PlainCalls()
-
-
-def choose_calls(kernels: Iterable[PackingKernel]) -> Calls:
-    """Compiled calls if possible, else plain ones, which is logged once."""
-    try:
-        return compiled_calls(kernels)
-    except UnavailableError as error:
-        without = str(error)
-    if without not in _logged:
-        _logged.add(without)
-        logger.warning("copies are submitted from Python, which takes longer: cause=%s", without)
-    return PlainCalls(without)
+    return Calls(load_calls_library(), kernels)

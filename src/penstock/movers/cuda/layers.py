@@ -39,7 +39,7 @@ from penstock.movers.cuda.buffers import (
     aligned,
     take_device_memory,
 )
-from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.calls import calls_for
 from penstock.movers.cuda.packer import SOME_ADDRESS, TABLE_WIDTH, compile_kernel
 from penstock.movers.cuda.queue import QueuedMover
 from penstock.movers.cuda.streams import Stream, StreamEvent, TimedEvent, elapsed_s
@@ -47,13 +47,12 @@ from penstock.movers.cuda.tables import chunk_tables, layer_spans
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
     from penstock.movers.cuda.buffers import PinnedArea
-    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.queue import CopyBatch, DeviceSlots, Job
     from penstock.movers.cuda.streams import Steps
@@ -106,7 +105,6 @@ class LayerLoadMover(QueuedMover):
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
         programs: Thread blocks of a layer's kernel.
-        calls: Makes the calls to the device, for these kernels.
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class LayerLoadMover(QueuedMover):
         *,
         steps: Steps | None = None,
         programs: int = PROGRAMS,
-        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         super().__init__(target, algorithm, steps)
         self._host = source
@@ -126,7 +123,7 @@ class LayerLoadMover(QueuedMover):
         self._layers = sorted({cell.layer for cell in target.layout.cells})
         self._parts = self._bind(target, source.slot_stride)
         launched = [part.kernel for parts in self._parts for part in parts]
-        self._calls = calls([*launched, self._judge])
+        self._calls = calls_for([*launched, self._judge])
         self._layer_ends = _layer_ends(target, self._layers)
         self._take_memory(target)
         self._gates = {layer: StreamEvent() for layer in self._layers}

@@ -43,7 +43,7 @@ from penstock.movers.cuda.buffers import (
     StagingSize,
     pitch_of,
 )
-from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.calls import calls_for
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.queue import CopyBatch, QueuedMover, slots_of_any
@@ -51,14 +51,12 @@ from penstock.movers.cuda.streams import CudaLink, Steps
 from penstock.movers.cuda.tables import Road
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
     from penstock.movers.cuda.buffers import Manifest, PinnedArea, StagingBuffer
-    from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.queue import DeviceSlots
     from penstock.movers.cuda.streams import StreamEvent
     from penstock.tiers.host import HostTier
@@ -76,7 +74,6 @@ class CudaMover(QueuedMover):
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
         size: How much device memory to use for staging; `staging_bytes` is the result.
-        calls: Makes the calls to the device, for these kernels.
         host_stride: Bytes from one host slot to the next, for copies to or from the host.
     """
 
@@ -87,7 +84,6 @@ class CudaMover(QueuedMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
         host_stride: int | None = None,
     ) -> None:
         super().__init__(device, algorithm, steps)
@@ -95,7 +91,7 @@ class CudaMover(QueuedMover):
         pitch = pitch_of(self._block_bytes, host_stride)
         self._ring = StagingRing(device.layout, size, pitch=pitch, queues=IDLE_QUEUES)
         self._packer = Packer(device.layout, device.addresses, self._ring)
-        self._calls = calls(self._packer.kernels)
+        self._calls = calls_for(self._packer.kernels)
         self._link = CudaLink()
 
     @property
@@ -182,10 +178,9 @@ class SaveMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         stride = target.slot_stride
-        super().__init__(source, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
+        super().__init__(source, algorithm, steps=steps, size=size, host_stride=stride)
         self._host = target
 
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
@@ -226,10 +221,9 @@ class LoadMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         stride = source.slot_stride
-        super().__init__(target, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
+        super().__init__(target, algorithm, steps=steps, size=size, host_stride=stride)
         self._host = source
 
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
@@ -270,11 +264,10 @@ class DuplicateMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         if source is not target:
             raise ValueError("source and target of a duplicate are two tiers, must be one")
-        super().__init__(source, algorithm, steps=steps, size=size, calls=calls)
+        super().__init__(source, algorithm, steps=steps, size=size)
 
     def _default_size(self) -> StagingSize:
         # A forked request copies a block or two.

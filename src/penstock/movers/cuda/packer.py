@@ -32,27 +32,14 @@ SOME_ADDRESS = 1 << 40
 
 
 class PackingKernel(NamedTuple):
-    """A compiled kernel and the constants that follow its arguments."""
+    """A compiled kernel."""
 
-    run: Any
     function: int
-    metadata: Any
-    constants: tuple[int | bool, ...]
     argument_count: int
     threads: int
     shared_bytes: int
     scratch_bytes: int
     """Memory that Triton's own launcher would have to bring."""
-
-    def launch(self, rows: int, blocks: int, arguments: tuple[int, ...], stream: int) -> None:
-        """Submits a grid of `rows × blocks` programs."""
-        # Neither launch metadata nor hooks: looking for them takes longer than the launch.
-        hooks = (None, None, None)
-        self.run(
-            *(rows, blocks, 1, stream, self.function, self.metadata, *hooks),
-            *arguments,
-            *self.constants,
-        )
 
 
 class _Bound(NamedTuple):
@@ -172,16 +159,12 @@ def compile_kernel(
 ) -> PackingKernel:
     """Compiles a kernel for arguments of the types of these."""
     compiled = kernel.warmup(*arguments, **constants, grid=(1, 1, 1), num_warps=4)
-    # A launch passes the constants too, in the order of the kernel's parameters.
-    names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-    in_order = tuple(constants[name] for name in names)
-    run = compiled.run
+    # Before it is asked for its launcher, it is not loaded and has no function.
+    launcher = compiled.run
+    assert launcher is not None
     metadata = compiled.metadata
     return PackingKernel(
-        run=run,
         function=compiled.function,
-        metadata=compiled.packed_metadata,
-        constants=in_order,
         argument_count=len(arguments),
         threads=WARP_THREADS * metadata.num_warps,
         shared_bytes=metadata.shared,

@@ -144,11 +144,6 @@ class QueuedMover(ABC):
         return bool(self._jobs)
 
     @property
-    def without(self) -> str:
-        """Why calls to the device are made from Python; empty if they are compiled."""
-        return self._calls.without
-
-    @property
     def in_flight(self) -> int:
         """Batches that were submitted to the device and have not ended."""
         return len(self._flying)

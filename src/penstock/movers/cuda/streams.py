@@ -146,53 +146,18 @@ class Stream:
         """Makes the stream wait on the device for an event; the CPU does not wait."""
         checked(runtime.cudaStreamWaitEvent(self.handle, event.handle, 0))
 
-    def clear(self, address: int, length: int) -> None:
-        checked(runtime.cudaMemsetAsync(address, 0, length, self.handle))
-
     def copy(self, pieces: Sequence[StreamPiece]) -> None:
         """Copies between the memories of host and device, in one call."""
-        self.copy_extents(*zip(*pieces, strict=True))
-
-    def copy_extents(
-        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Copies between the memories of host and device, in one call."""
-        if len(lengths) == 1:  # Half the cost of a batch of one.
-            checked(
-                runtime.cudaMemcpyAsync(targets[0], sources[0], lengths[0], _ANY_WAY, self.handle)
-            )
+        if len(pieces) == 1:  # Half the cost of a batch of one.
+            [(source, target, length)] = pieces
+            checked(runtime.cudaMemcpyAsync(target, source, length, _ANY_WAY, self.handle))
             return
+        sources, targets, lengths = zip(*pieces, strict=True)
         checked(
             runtime.cudaMemcpyBatchAsync(
                 *(targets, sources, lengths, len(lengths)), *_IN_STREAM_ORDER, self.handle
             )
         )
-
-    def copy_after(
-        self, before: StreamEvent, target: int, source: int, length: int, end: StreamEvent
-    ) -> None:
-        """Waits for one event, copies, records another: a turn on a link, with few calls."""
-        handle = self.handle
-        status = (
-            runtime.cudaStreamWaitEvent(handle, before.handle, 0)[0]
-            or runtime.cudaMemcpyAsync(target, source, length, _ANY_WAY, handle)[0]
-            or runtime.cudaEventRecord(end.handle, handle)[0]
-        )
-        if status:
-            checked((status,))
-
-    def copy_batch_after(
-        self,
-        before: StreamEvent,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        lengths: Sequence[int],
-        end: StreamEvent,
-    ) -> None:
-        """The same for many extents."""
-        self.wait_for(before)
-        self.copy_extents(sources, targets, lengths)
-        end.record(self.handle)
 
     def wait(self) -> None:
         checked(runtime.cudaStreamSynchronize(self.handle))
@@ -368,10 +333,9 @@ class DescriptorBell:
         self._stream = Stream()
 
     def ring_behind(self, event: StreamEvent, calls: Calls) -> None:
-        """Makes it readable when the device reaches an event, if these calls do such a thing."""
-        if calls.rings:
-            calls.wait(self._stream, event)
-            calls.ring(self._stream, self.descriptor)
+        """Makes it readable when the device reaches an event."""
+        calls.wait(self._stream, event)
+        calls.ring(self._stream, self.descriptor)
 
     def quiet(self) -> None:
         """Forgets what rang. Look for reached events after this, not before."""
@@ -388,8 +352,7 @@ class DescriptorBell:
 class CudaLink:
     """Two streams that copy in turns between staging and host memory, in one direction.
 
-    `calls.c` keeps the state in memory of its own, at `address`, so a link is used either by
-    compiled calls or by plain ones, never by both.
+    `calls.c` has the turns, in memory at `address`.
     """
 
     def __init__(self) -> None:
@@ -398,28 +361,6 @@ class CudaLink:
         self._words = array("q", [each.number for each in (*self._streams, *self._ends)])
         self.address = self._words.buffer_info()[0]
         """Both streams, that of the last turn first, and their events in the same order."""
-
-    @property
-    def stream(self) -> Stream:
-        """The stream of the last turn: an event that is recorded there is behind all turns."""
-        return self._streams[0]
-
-    @property
-    def next_stream(self) -> Stream:
-        """The stream of the next turn."""
-        return self._streams[1]
-
-    def take_turn(
-        self, targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Copies extents after the turn before."""
-        one, other = self._streams
-        before, end = self._ends
-        self._streams, self._ends = (other, one), (end, before)
-        if len(lengths) == 1:
-            other.copy_after(before, targets[0], sources[0], lengths[0], end)
-        else:
-            other.copy_batch_after(before, targets, sources, lengths, end)
 
     def wait(self) -> None:
         for stream in self._streams:

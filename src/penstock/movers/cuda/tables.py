@@ -1,4 +1,4 @@
-"""What links and kernels see of blocks: runs of slots, cut into turns, and tables of chunks.
+"""What links and kernels see of blocks: runs of slots, and tables of chunks.
 
 Plain integers and lists: a batch has few runs, and calls of NumPy for each would take longer
 than the copies' own.
@@ -10,7 +10,7 @@ segment to segment (where it starts, in memory and in the packed block) is a row
 
 The rules:
 
-- What goes in comes out, every byte once and in order. `calls.c` cuts by the same rule.
+- What goes in comes out, every byte once and in order.
 - Words are used only where every address is a multiple of a word, whatever slot it belongs to. All
   else goes byte by byte, slowly and right.
 """
@@ -18,7 +18,7 @@ The rules:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,18 +26,11 @@ from penstock.vocabulary.checksums import place_number
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from penstock.vocabulary.layout import Layout, Segment
-
-
-_PAGE_BYTES = 4096
-
-
-Turn: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Extents that go over the link in one call: targets, sources and lengths."""
 
 
 class Road(NamedTuple):
@@ -75,35 +68,6 @@ class Road(NamedTuple):
             runs.append((first, stop - first))
             first = stop
         return runs
-
-
-def in_turns(extents: Iterable[tuple[int, int, int]], turn_bytes: int) -> list[Turn]:
-    """Extents (target, source, length) in turns of at most `turn_bytes`.
-
-    Long ones are cut into about equal parts.
-    """
-    turns: list[Turn] = []
-    room = 0
-    for target, source, length in extents:
-        step = length if length <= turn_bytes else _part_bytes(length, turn_bytes)
-        for at in range(0, length, step):
-            part = min(step, length - at)
-            if part > room:
-                turns.append(([], [], []))
-                room = turn_bytes
-            targets, sources, lengths = turns[-1]
-            targets.append(target + at)
-            sources.append(source + at)
-            lengths.append(part)
-            room -= part
-    return turns
-
-
-def _part_bytes(length: int, most_bytes: int) -> int:
-    step = -(-length // -(-length // most_bytes))
-    # Whole pages where it can be, so that no part begins in the middle of one.
-    in_pages = -(-step // _PAGE_BYTES) * _PAGE_BYTES
-    return in_pages if in_pages <= most_bytes else step
 
 
 COLUMN_COUNT = 8
