@@ -16,7 +16,6 @@ ENCODES = "server/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
     *("supervisor/", "movers/compiled.py", "testing/", "demo/", "replay/plan.py"),
-    "doctor/facts.py",  # It asks the compiler for its version, and ends with its command.
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows

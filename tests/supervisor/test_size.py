@@ -18,7 +18,6 @@ PACKAGES = (ROOT / "src" / "penstock", ROOT / "server" / "src" / "penstock_serve
 SUPERVISOR = "supervisor/"
 OTHERS = {
     "demo/": "starts the server that it shows, as its user would",
-    "doctor/facts.py": "asks the C compiler for its version, in a command that then ends",
     "movers/compiled.py": "asks the C compiler, once, and waits for it: nothing lives on",
     "replay/plan.py": "replays a trace on all cores, in a pool that ends with the command",
     "testing/": "starts peers that a test may kill",

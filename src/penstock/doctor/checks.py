@@ -282,11 +282,10 @@ def _check_shared_memory(facts: MachineFacts) -> DoctorFinding:
 
 def _check_compiler(facts: MachineFacts) -> DoctorFinding:
     found = facts.compiler()
-    says = facts.compiler_says(found) if found else "no C compiler: neither CC is set nor gcc found"
     return _judged(
-        says or f"{found} does not run",
-        "apt-get install gcc, or set CC: copies and checksums are computed by slower code without",
-        wrong=not (found and says),
+        found or "no C compiler: neither CC is set nor gcc found",
+        "apt-get install gcc, or set CC: Triton compiles with it what launches kernels on a GPU",
+        wrong=found is None and bool(list(facts.gpus())),
     )
 
 

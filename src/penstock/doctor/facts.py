@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
@@ -39,7 +38,6 @@ _DISPLAY_CLASS = "0x03"
 SERVER = "penstock-serve"
 SERVER_EXTRAS = frozenset({"engine", "otel", "transformers"})
 """Extras of the server's wheel; the others are of `penstock`."""
-COMPILER_S = 10.0
 REACH_S = 2.0
 DISK_BYTES = 64 << 20
 DISK_PIECE_BYTES = 4 << 20
@@ -111,17 +109,6 @@ def packages_of(extra: str) -> list[str]:
     ends = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     found = (re.match(r"[\w.-]+", each) for each in wanted if ends.search(each))
     return [each[0] for each in found if each]
-
-
-def compiler_version(compiler: str) -> str:
-    """The first line that a compiler says of itself; empty if it does not run."""
-    try:
-        done = subprocess.run(
-            [compiler, "--version"], capture_output=True, check=True, timeout=COMPILER_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode(errors="replace").partition("\n")[0].strip()
 
 
 def room_of(path: str) -> DiskRoom | None:
@@ -277,7 +264,6 @@ class MachineFacts:
     package: Callable[[str], str | None] = package_version
     packages_of: Callable[[str], list[str]] = packages_of
     compiler: Callable[[], str | None] = find_compiler
-    compiler_says: Callable[[str], str] = compiler_version
     room: Callable[[str], DiskRoom | None] = room_of
     port: Callable[[str, int], str] = port_problem
     reach: Callable[[str, int], str] = reach_problem
