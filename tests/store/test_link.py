@@ -138,6 +138,25 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
     assert counts() == Counter([operation, *others])
 
 
+def test_a_stopped_process_that_was_only_asked_for_a_reset_is_lost_until_it_confirms_it(
+    store: StoreProcess, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    engine.results.clear()
+    store.signal(signal.SIGSTOP)
+
+    engine.link.void(DISK)
+    with impatience():
+        lost = engine.take(StoreLost)
+
+    assert isinstance(lost, StoreLost)
+    assert engine.link.resets.unconfirmed == {DISK}
+    store.signal(signal.SIGCONT)
+    engine.take(StoreBack)
+    assert isinstance(engine.take(Voided), Voided)
+    assert engine.link.resets.unconfirmed == set()
+
+
 def test_a_stopped_process_that_is_killed_is_fenced(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:

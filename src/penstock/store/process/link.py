@@ -127,6 +127,10 @@ class KnownResets:
         return {tier for tier, _ in self._asked}
 
     @property
+    def any_unconfirmed(self) -> bool:
+        return bool(self._asked)
+
+    @property
     def unkept(self) -> dict[int, str]:
         """Those of them that count, with why the store may still lose them."""
         return {tier: why for (tier, _), why in self._unkept.items()}
@@ -551,7 +555,7 @@ class StoreLink:
 
     @property
     def _awaits_answer(self) -> bool:
-        return bool(self._copies or self._finds)
+        return bool(self._copies or self._finds) or self.resets.any_unconfirmed
 
     def _take_answer(self, answer: AnyStoreAnswer) -> None:
         match answer:
