@@ -200,9 +200,30 @@ def test_an_unexpected_error_switches_the_tier_off_with_its_text(
     disk.mend()
 
     assert any("unexpected RuntimeError: a mistake of ours" in each.failure for each in ended)
-    assert "unexpected RuntimeError: a mistake of ours" in state.why
+    assert state.why == (
+        f"unexpected RuntimeError: a mistake of ours; off until process {os.getpid()} is restarted"
+    )
     assert "Traceback" in caplog.text
     assert rig.save_and_wait(rig.fill(4, seed=3)).failure == state.why
+
+
+def test_a_tier_that_breaks_while_it_is_off_says_that_it_is_not_tried_again(
+    tier: DiskTier, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.fail("pwritev", errno.ENOSPC)
+    rig.save_and_wait(rig.fill(4, seed=2))
+    assert "No space left" in tier.state().why
+
+    disk.crash("preadv", RuntimeError("a mistake of ours"))
+    rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+
+    assert "a mistake of ours" in tier.state().why
+    assert caplog.messages[-1].endswith(
+        f"off until process {os.getpid()} is restarted; next try after that"
+    )
 
 
 def test_reads_go_before_writes(disk: FaultyDisk, tier: DiskTier) -> None:

@@ -271,7 +271,7 @@ class StoredTier(StoreTier, Generic[TaskT]):
         if self.off:
             return
         self.off = why
-        after = "a restart" if self.broken else f"{self.pause_s:g} s"
+        after = "that" if self.broken else f"{self.pause_s:g} s"
         logger.error(self.off_line, self.name, why, after)
         self.put_off_retry()
         self.change_state()
@@ -290,8 +290,11 @@ class StoredTier(StoreTier, Generic[TaskT]):
 
     def break_down(self, error: Exception) -> str:
         """An error of ours: off for good."""
-        why = f"unexpected {type(error).__name__}: {error}"
+        what = f"unexpected {type(error).__name__}: {error}"
+        why = f"{what}; off until process {os.getpid()} is restarted"
         logger.error("%s fails", self.name, exc_info=error)
+        if not self.broken:
+            self.off = ""  # It may be off for something after which it would be tried again.
         self.broken = True
         self.switch_off(why)
         return why

@@ -481,7 +481,8 @@ class DiskThreads:
             exchanged = pool is not tier.pool
             tier.pool, tier.reads_off = pool, False
             tier.switch_on()
-            logger.warning("%s is on again", tier.name)
+            if not tier.off:  # Something may have broken it meanwhile.
+                logger.warning("%s is on again", tier.name)
         if exchanged and tier.running:
             tier.start(self._recover, "penstock-disk-recovery")
 
