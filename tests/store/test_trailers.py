@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -24,7 +25,6 @@ from tests.store.segments import seal_trailer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -278,3 +278,24 @@ def test_a_slot_that_the_arena_does_not_have_is_refused(make_run: Callable[..., 
     for use in (read, write):
         with pytest.raises(ValueError, match="slots are"):
             use(run._replace(slots=beyond), DiskCalls())
+
+
+def test_memory_of_an_arena_that_is_closed_stays_until_a_call_has_ended(
+    make_run: Callable[..., Run],
+) -> None:
+    """A store process that stops does not wait for a disk that hangs."""
+    run = make_run()
+    call = disk_io._CompiledCall(run, np.zeros((COUNT, 4096), dtype=np.uint8), None)
+    first = run.arena.host.arena.address
+
+    run.arena.host.close()
+
+    assert is_mapped(first)
+    del call
+    assert not is_mapped(first)
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = (line.split()[0].split("-") for line in lines)
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)

@@ -265,6 +265,8 @@ class _CompiledCall:
         if not 0 <= run.slots.min() <= run.slots.max() < host.slot_count:
             raise ValueError(f"slots are {run.slots}, must be below {host.slot_count}")
         self._run, self._count = run, count
+        # It has addresses alone, and an arena may be closed while a disk hangs.
+        self._memory = host.arena.bytes
         self._scratch = np.empty(SUM_AT + 2 * geometry.cell_count * SUM_BYTES, dtype=np.uint8)
         self._wrong = np.zeros(count, dtype=np.uint8)
         stretches = b"".join(
