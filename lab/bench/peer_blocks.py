@@ -6,8 +6,9 @@ an 8B model.
 | side         | what it does                                                        |
 |--------------|---------------------------------------------------------------------|
 | `tcp`        | a socket that is read into memory: no names, no sums, not encrypted |
-| `peers`      | a load from a tier of peers over TCP, encrypted and verified        |
-| `peers unix` | the same over a Unix socket, not encrypted                          |
+| `peers`      | a load from a tier of peers: out of their memory, mapped, verified  |
+| `peers tcp`  | the same from another machine: over TCP, encrypted                  |
+| `peers unix` | from another container: over a Unix socket, not encrypted           |
 | `redis`      | a load from a tier in a Redis, verified                             |
 """
 
@@ -48,7 +49,8 @@ SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20}
 WAIT_S = 120.0
 KEPT_MIN = 0.1
 """Of the rate of a plain copy, which verifies and encrypts nothing."""
-SIDES = ("tcp", "peers", "peers unix", "redis")
+PEERS = ("peers", "peers tcp", "peers unix")
+SIDES = ("tcp", *PEERS, "redis")
 
 
 def run_peer_blocks(
@@ -93,8 +95,9 @@ def _sides(
     folder: Path, block_bytes: int, count: int, stack: ExitStack
 ) -> dict[str, Callable[[], None]]:
     pairs = [
-        tuple(f"127.0.0.1:{free_port()}" for _ in range(2)),
         tuple(f"unix:{folder}/{number}" for number in range(2)),
+        tuple(f"127.0.0.1:{free_port()}" for _ in range(2)),
+        tuple(f"unix:{folder}/{number}" for number in range(2, 4)),
     ]
     places = [place for here, there in pairs for place in (there, here)]
     command = [sys.executable, "-m", "lab.bench.peer_blocks_child", str(block_bytes), str(count)]
@@ -110,8 +113,8 @@ def _sides(
     )
     target = memoryview(bytearray(count * block_bytes))
     sides: dict[str, Callable[[], None]] = {"tcp": lambda: _copy(plain, target)}
-    for side, (here, there) in zip(("peers", "peers unix"), pairs, strict=True):
-        loads = _Loads(make_tier(here, there), make_arena(block_bytes, count))
+    for side, (here, there) in zip(PEERS, pairs, strict=True):
+        loads = _Loads(make_tier(here, there, maps=True), make_arena(block_bytes, count))
         stack.callback(loads.close)
         loads.wait_for_listing()
         sides[side] = loads.load

@@ -2,8 +2,8 @@
 
 python -m lab.bench.peer_blocks_child BLOCK_BYTES COUNT LISTEN PEERS …
 
-It has one tier for each LISTEN and PEERS. It says the port of a socket that answers each byte with
-all of its blocks' bytes, and ends with its input.
+It has one tier for each LISTEN and PEERS; peers map the arena of the first. It says the port of a
+socket that answers each byte with all of its blocks' bytes, and ends with its input.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ def keys_of(count: int) -> list[bytes]:
     return [number.to_bytes(KEY_BYTES, "big") for number in range(1, count + 1)]
 
 
-def make_tier(listen: str, peers: str) -> PeerTier:
-    settings = PeerSettings(listen=listen, peers=peers, timeout_s=TIMEOUT_S)
-    return PeerTier(PeerBlobs(settings), ask_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
+def make_tier(listen: str, peers: str, *, maps: bool) -> PeerTier:
+    """A tier whose arenas peers map, or may not map."""
+    blobs = PeerBlobs(PeerSettings(listen=listen, peers=peers, timeout_s=TIMEOUT_S))
+    if not maps:
+        blobs.network.books.door = ""
+    return PeerTier(blobs, ask_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
 
 
 def _fill(arena: MappedArena, keys: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -74,7 +77,8 @@ def _send(listener: socket.socket, content: memoryview) -> None:
 def main(block_bytes: int, count: int, places: list[str]) -> None:
     arena, keys = make_arena(block_bytes, count), keys_of(count)
     blocks = _fill(arena, keys)
-    tiers = [make_tier(*pair) for pair in zip(places[::2], places[1::2], strict=True)]
+    pairs = zip(places[::2], places[1::2], strict=True)
+    tiers = [make_tier(*pair, maps=not number) for number, pair in enumerate(pairs)]
     for tier in tiers:
         tier.attach(SPACE.name, [arena])
         tier.lend(LentBlocks(1, [arena], SPACE, keys, range(count), SALT), [])

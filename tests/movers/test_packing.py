@@ -252,3 +252,38 @@ def test_sums_in_place_refuse_what_is_not_in_memory() -> None:
         sums.sum_pairs(memory, np.array([6], dtype=np.int64), KEYS[:1], (0, 0))
     with pytest.raises(ValueError, match="1 places and 2 keys, must be as many"):
         sums.sum_pairs(memory, np.array([0], dtype=np.int64), KEYS[:2], (0, 0))
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.value)
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_blocks_of_another_are_taken_with_their_sums_and_those_that_lack_them_told(
+    case: str, algorithm: Algorithm
+) -> None:
+    layout = PACKED_CASES[case]
+    size, taker = layout.block_bytes, PackedSums(layout, algorithm)
+    row, salts = len(layout.cells) * 8, (5, 0x8000_0000_1234_5678)
+    theirs = np.random.default_rng(2).integers(0, 256, 4 * (size + row), dtype=np.uint8)
+    here = np.zeros_like(theirs)
+    at = np.arange(4, dtype=np.int64)
+    blocks, sums = at * size, 4 * size + at * row
+    stored = taker.sum_pairs(theirs, blocks, KEYS, salts)
+    theirs[4 * size :] = stored[0].view(np.uint8).reshape(-1)
+    theirs[size] ^= 1  # The second block,
+    theirs[4 * size + 2 * row] ^= 1  # and a sum of the third.
+    places = np.stack((blocks, sums, blocks[::-1], sums[::-1]), axis=1)
+
+    right = taker.take(theirs, here, places, KEYS, salts)
+
+    assert right.tolist() == [True, False, False, True]
+    for block in np.flatnonzero(right).tolist():
+        to, sums_to = places[block, 2:].tolist()
+        np.testing.assert_array_equal(here[to : to + size], theirs[block * size :][:size])
+        kept = here[sums_to : sums_to + row].view(np.uint64)
+        np.testing.assert_array_equal(kept, stored[1, block].reshape(-1))
+    assert not here[places[1, 3] :][:row].any()
+    with pytest.raises(ValueError, match="are not all within"):
+        taker.take(theirs, here, places + 1, KEYS, salts)
+    theirs.flags.writeable = False
+    assert taker.take(theirs, here, places, KEYS, salts).tolist() == right.tolist()
+    with pytest.raises(ValueError, match="cannot be written"):
+        taker.take(here, theirs, places, KEYS, salts)

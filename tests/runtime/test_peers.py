@@ -109,7 +109,7 @@ def test_the_blocks_of_a_killed_peer_are_computed_and_those_of_its_next_process_
     assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
 
 
-def test_a_peer_that_stands_still_costs_a_miss_and_the_tier_stays_on(
+def test_a_peer_that_stands_still_costs_a_miss_at_most_and_the_tier_stays_on(
     machines: PeerMachines,
 ) -> None:
     machines.count = 2
@@ -120,7 +120,8 @@ def test_a_peer_that_stands_still_costs_a_miss_and_the_tier_stays_on(
 
     stop_process(pid)
     try:
-        assert other.answer(prompt(1)) == 0
+        # Its memory can be read if it was mapped before.
+        assert other.answer(prompt(1)) in {0, all_but_the_last_block(prompt(1))}
         assert other.cache.health().ok
     finally:
         os.kill(pid, signal.SIGCONT)

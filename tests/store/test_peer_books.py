@@ -368,7 +368,7 @@ def test_more_than_a_peer_may_list_is_not_noted_and_the_rest_is_found(
 def test_a_peer_that_speaks_of_ever_new_spaces_costs_bounded_memory() -> None:
     reader = PeerBooks(2)
     said = reader.begin(reads=True)
-    reader.take(said, PeerHello(1))
+    reader.take(said, PeerHello(1, ""))
 
     for number in range(2 * LINEAGES_MAX):
         reader.take(said, Resets(number.to_bytes(16, "big"), {1: 1}, {}, asks=False))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,16 +26,19 @@ from penstock.store.peers.messages import (
     FOUND,
     MISSING,
     BlocksRead,
+    Lends,
     PeerHello,
     ReadBlocks,
     Resets,
     frames,
 )
+from penstock.store.peers.near import ArenaShown, shown
 from penstock.store.peers.tier import PeerTier
 from penstock.store.shared.generations import Lineage
 from penstock.store.shared.values import generation_name, piece_of
 from penstock.transport.base import ChannelClosed, ChannelFailed, ReceivedFrame
 from penstock.transport.machine_keys import MachineKeys
+from penstock.transport.unix_sockets import send_packet
 from penstock.transport.zeromq import Listener, connect
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.ports import free_ports
@@ -41,8 +47,8 @@ from tests.store.test_shared import packed, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
+    from penstock.store.peers.books import Listing
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.vocabulary.keys import Key
     from penstock.vocabulary.layout import Layout
@@ -71,6 +77,18 @@ class PeerEngine(Engine):
     def knows(self, count: int) -> None:
         """Waits until peers have listed so many blocks."""
         until(lambda: self.tier.state().blocks == count)
+
+    def maps(self, blocks: int) -> list[Listing]:
+        """Waits until arenas with so many blocks of peers are mapped; what is listed there."""
+
+        def mapped() -> list[Listing]:
+            with self.tier._network.lock:
+                talks = self.tier._network.books.conversations
+                listings = [each for talk in talks for each in talk.listings.values()]
+            return [each for each in listings if len(each.arenas) == len(each.pieces)]
+
+        until(lambda: sum(len(each.keys) for each in mapped()) == blocks)
+        return mapped()
 
     def faults_of(self, keys: Sequence[Key]) -> set[BlockFault]:
         return {fault for ended in self.load(keys) for _, fault in ended.faults}
@@ -116,12 +134,21 @@ class Peers:
         return PeerEngine(self.tier(number, **others), layouts, salt=number + 1)
 
 
-@pytest.fixture
-def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+@pytest.fixture(params=["mapped", "over a channel"])
+def peers(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Peers]:
+    """Peers that map each other's arenas, or that do not: as if on other machines."""
+    if request.param != "mapped":
+        monkeypatch.setattr(network, "_open_door", lambda _: None)
     monkeypatch.setattr(network, "RETRY_S", 0.01)
     monkeypatch.setattr(network, "RETRY_MAX_S", 0.05)
     with ExitStack() as stack:
         yield Peers(tmp_path, stack)
+
+
+mapped_only = pytest.mark.parametrize("peers", ["mapped"], indirect=True)
+channel_only = pytest.mark.parametrize("peers", ["over a channel"], indirect=True)
 
 
 def test_what_one_engine_has_in_memory_others_find_and_load(peers: Peers) -> None:
@@ -175,6 +202,7 @@ def test_blocks_that_an_engine_has_no_longer_are_not_found(peers: Peers) -> None
     assert other.find(draw_chain(1, 5)) == 2
 
 
+@channel_only
 def test_a_stale_listing_is_a_miss_and_is_not_believed_again(peers: Peers) -> None:
     one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
     keys = draw_chain(1, 3)
@@ -206,6 +234,7 @@ def test_a_slot_with_another_block_or_damaged_bytes_is_a_counted_miss(peers: Pee
     assert other.tier.state().on
 
 
+@channel_only
 def test_another_holder_is_asked_for_what_the_first_has_lost(peers: Peers) -> None:
     engines = [peers.engine(number, split(1)) for number in range(3)]
     keys = draw_chain(1, 4)
@@ -245,6 +274,7 @@ def test_a_peer_that_comes_back_is_listed_again(peers: Peers) -> None:
     assert other.faults_of(keys) == set()
 
 
+@channel_only
 def test_a_slow_peer_costs_its_time_once_and_the_tier_stays_on(peers: Peers) -> None:
     one, other = peers.engine(0, split(1)), peers.engine(1, split(1), timeout_s=0.2)
     keys = draw_chain(1, 3)
@@ -337,7 +367,7 @@ def test_strangers_without_a_listed_key_are_refused(tmp_path: Path) -> None:
     [
         b"garbage",
         frames.encode(Resets(SPACE, [1], [], asks=True)),
-        frames.encode(PeerHello(1)) + b"?",
+        frames.encode(PeerHello(1, "")) + b"?",
     ],
     ids=["no message", "no hello", "more than a message"],
 )
@@ -388,7 +418,7 @@ def test_a_peer_that_reads_what_no_value_has_is_cut_off_and_others_go_on(
 ) -> None:
     one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
     channel = channel_to(peers.addresses[0])
-    channel.send(frames.encode(PeerHello(1)))
+    channel.send(frames.encode(PeerHello(1, "")))
 
     channel.send(read_of(keys, spans))
 
@@ -405,7 +435,7 @@ def test_of_what_was_not_found_no_byte_is_sent(peers: Peers) -> None:
     key = draw_chain(1, 1)[0]
     engine.lend([key])
     channel = channel_to(peers.addresses[0])
-    channel.send(frames.encode(PeerHello(1)))
+    channel.send(frames.encode(PeerHello(1, "")))
 
     piece = piece_of(engine.arenas[0])
     keys = bytes(KEY_BYTES) + key + bytes(KEY_BYTES)
@@ -426,6 +456,7 @@ def damage(engine: PeerEngine) -> None:
     host.arena.bytes[host.blocks_offset :: 97] ^= 1
 
 
+@channel_only
 def test_wrong_bytes_of_one_peer_do_not_hide_those_of_another(peers: Peers) -> None:
     engines = [peers.engine(number, split(1)) for number in range(3)]
     keys = draw_chain(1, 4)
@@ -456,6 +487,7 @@ def test_a_damaged_block_of_this_process_is_not_found_again(peers: Peers) -> Non
     far.knows(0)
 
 
+@channel_only
 def test_a_peer_that_always_answers_too_late_is_asked_ever_less_often(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +519,7 @@ def test_a_peer_that_goes_as_soon_as_it_has_come_is_dialled_ever_less_often(
         while target.retry_s < network.RETRY_MAX_S:
             channel = listener.accept(deadline=time.monotonic() + WAIT_S)
             assert channel is not None
-            channel.send(frames.encode(PeerHello(1)))
+            channel.send(frames.encode(PeerHello(1, "")))
             channel.send(b"garbage")
             assert is_cut_off(channel)
 
@@ -519,3 +551,131 @@ def test_who_was_found_by_name_stays_a_peer_while_names_cannot_be_looked_up(
     wait_for(lambda: "is not known" in str(locked(tier, lambda: tier._network.unaware(SPACE))))
 
     assert "is away" in str(locked(tier, lambda: tier._network.unaware(SPACE)))
+
+
+@mapped_only
+def test_blocks_of_a_peer_on_this_machine_need_nothing_of_its_threads(peers: Peers) -> None:
+    one, other = peers.engine(0, split(2)), peers.engine(1, split(2))
+    keys = draw_chain(1, 5)
+    one.lend(keys)
+    [listing] = other.maps(5)
+    assert not any(each.host.arena.bytes.flags.writeable for each in listing.arenas.values())
+
+    with one.tier._network.lock:
+        assert other.faults_of(keys) == set()
+
+    other.require_loaded(keys)
+
+
+@mapped_only
+def test_a_mapped_slot_with_another_block_is_asked_for_and_missed(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    keys = draw_chain(1, 2)
+    one.lend(keys)
+    other.maps(2)
+    damage(one)
+    with one.tier._network.lock:  # What it would tell in a moment.
+        one.tier._network.books.lendings.lenders[0].slots.clear()
+
+    assert other.faults_of(keys) == {BlockFault.MISSING}
+    assert other.tier.state().blocks_corrupt == 0
+
+
+@mapped_only
+def test_the_arena_of_an_engine_that_has_gone_is_unmapped(peers: Peers) -> None:
+    one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    before = arenas_open()
+    for number in range(5):
+        one.lend(draw_chain(number, 3))
+        [arena] = [weakref.ref(each.host) for each in other.maps(3)[0].arenas.values()]
+
+        one.tier.end_lending(id(one))
+
+        other.knows(0)
+        until(lambda: arena() is None)  # noqa: B023
+    assert arenas_open() == before
+
+
+def arenas_open() -> int:
+    """Descriptors of arenas that this process has."""
+    count = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # Of the folder itself, or of another thread.
+            count += str(each.readlink()).startswith("/memfd:")
+    return count
+
+
+class FalsePeer:
+    """Greets as a peer that lists a block and shows an arena, as it is told."""
+
+    def __init__(self, address: str, folder: Path, stack: ExitStack) -> None:
+        self._path, self._stack = str(folder / "door"), stack
+        self._door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._door.bind(self._path)
+        self._door.listen()
+        self._listener = stack.enter_context(
+            Listener("false peer", address.replace("unix:", "ipc://"))
+        )
+
+    def tell(self, piece: bytes, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        channel = self._listener.accept(deadline=time.monotonic() + WAIT_S)
+        assert channel is not None
+        self._stack.callback(channel.close)
+        channel.send(frames.encode(PeerHello(1, self._path)))
+        where = np.array(slots, dtype="<i4").tobytes()
+        channel.send(frames.encode(Lends(1, SPACE, 0, [piece], b"".join(keys), where, 1, b"")))
+        self._door.settimeout(WAIT_S)
+        self._caller = self._stack.enter_context(self._door.accept()[0])
+        self._caller.settimeout(WAIT_S)
+        assert self._caller.recv(64) == (1).to_bytes(8, "little")
+
+    def show(self, packet: bytes, fd: int | None) -> None:
+        assert send_packet(self._caller, packet, fd)
+
+    def is_left_alone(self) -> bool:
+        return self._caller.recv(64) == b""
+
+
+@mapped_only
+@pytest.mark.parametrize(
+    "problem", ["garbage", "no descriptor", "another process", "too few bytes", "not sealed"]
+)
+def test_what_is_no_arena_is_not_mapped_and_the_peer_stays(
+    peers: Peers, tmp_path: Path, problem: str
+) -> None:
+    engine = peers.engine(0, split(1), timeout_s=0.05)
+    [arena] = engine.arenas
+    with ExitStack() as stack:
+        peer = FalsePeer(peers.addresses[1], tmp_path, stack)
+        peer.tell(piece_of(arena).name, draw_chain(1, 1), [0])
+        process = 2 if problem == "another process" else 1
+        count = 2**30 if problem == "too few bytes" else arena.host.slot_count
+        packet = shown.encode(ArenaShown(process, 1, count, arena.part, arena.form.to_bytes()))
+        fd: int | None = arena.host.arena.fd
+        if problem == "not sealed":
+            fd = os.memfd_create("a test")
+            stack.callback(os.close, fd)
+            os.ftruncate(fd, arena.host.arena.size)
+
+        peer.show(
+            b"?" if problem == "garbage" else packet, None if problem == "no descriptor" else fd
+        )
+
+        assert peer.is_left_alone()
+        assert engine.tier.state().blocks == 1
+
+
+@mapped_only
+def test_slots_that_an_arena_does_not_have_are_not_read(peers: Peers, tmp_path: Path) -> None:
+    engine = peers.engine(0, split(1), timeout_s=0.05)
+    [arena] = engine.arenas
+    keys = draw_chain(1, 3)
+    with ExitStack() as stack:
+        peer = FalsePeer(peers.addresses[1], tmp_path, stack)
+        peer.tell(piece_of(arena).name, keys, [-1, arena.host.slot_count, 2**31 - 1])
+        shown_arena = ArenaShown(1, 1, arena.host.slot_count, arena.part, arena.form.to_bytes())
+        peer.show(shown.encode(shown_arena), arena.host.arena.fd)
+        engine.maps(3)
+
+        assert engine.faults_of(keys) == {BlockFault.MISSING}
+        assert engine.tier.state().on

@@ -91,6 +91,12 @@ class PartsLibrary:
             *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
         )
         self.sum_pairs.restype = None
+        self.take_blocks = loaded.penstock_take_blocks
+        self.take_blocks.argtypes = (
+            *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
+            *(pointer, pointer),
+        )
+        self.take_blocks.restype = None
         named = ctypes.c_char_p
         slots = (pointer, pointer, number, named, named, named)
         self.read_blocks = loaded.penstock_read_blocks
@@ -353,6 +359,42 @@ class PackedSums:
             self.is_mix64,
         )
         return sums
+
+    def take(
+        self,
+        theirs: NDArray[np.uint8],
+        here: NDArray[np.uint8],
+        places: NDArray[np.int64],
+        keys: Sequence[bytes],
+        salts: tuple[int, int],
+    ) -> NDArray[np.bool_]:
+        """Copies blocks of another's memory, and their sums under the second salt; which are right.
+
+        Their memory has their sums under the first salt, and may change meanwhile. `places` has for
+        each block where it and its sums lie there, and where both go here.
+        """
+        count, size = len(keys), self._cell_count * SUM_BYTES
+        lengths = (self.block_bytes, size, self.block_bytes, size)
+        if places.shape != (count, len(lengths)) or not places.flags.c_contiguous:
+            raise ValueError(f"places have shape {list(places.shape)}, must be {[count, 4]}")
+        for column, length in enumerate(lengths):
+            memory = theirs if column < 2 else here
+            one = places[:, column]
+            if count and not 0 <= one.min() <= one.max() <= len(memory) - length:
+                raise ValueError(f"places {one} are not all within {len(memory)} bytes of memory")
+        if not (theirs.flags.c_contiguous and here.flags.c_contiguous and here.flags.writeable):
+            raise ValueError("memory has gaps or cannot be written, must be one run of bytes")
+        seeds = np.empty((2, count), dtype=np.uint64)
+        seeds[0], seeds[1] = salts
+        seeds ^= np.array(key_seeds(keys), dtype=np.uint64)
+        room = np.empty(2 * self._cell_count, dtype=np.uint64)
+        right = np.zeros(count, dtype=np.bool_)
+        PARTS.take_blocks(
+            *(*self.table, seeds.ctypes.data, count, theirs.ctypes.data, here.ctypes.data),
+            *(places.ctypes.data, self._cell_count, self.is_mix64),
+            *(room.ctypes.data, right.ctypes.data),
+        )
+        return right
 
 
 def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[int, ...] | None:

@@ -878,6 +878,18 @@ static mix64_t find_mix64(int is_pair)
     return is_pair ? mix64_pair_plain : mix64_one_plain;
 }
 
+/* One segment under each of two seeds, by `mix64` or, if that is missing, by XXH3. */
+static void sum_twice(const uint8_t *in, int64_t length, const uint64_t *seeds, uint64_t *found,
+                      pair_t pair, mix64_t mix64)
+{
+    if (mix64)
+        mix64(in, length, seeds, found);
+    else if (length <= SHORT_BYTES)
+        short_pair(in, length, seeds, found);
+    else
+        xxh3_pair(in, length, seeds, found, pair);
+}
+
 /* The cell sums of blocks in `memory`, each at its place, under each of two seeds of its key:
    `key_seeds` has `count` of one set, then `count` of the other, and so has `sums`. */
 void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const uint64_t *key_seeds,
@@ -892,12 +904,7 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
             const uint8_t *in = memory + places[block] + each->start;
             uint64_t found[2], seeds[2] = {seed_of(key_seeds[block], each->place),
                                            seed_of(key_seeds[count + block], each->place)};
-            if (is_mix64)
-                mix64(in, each->length, seeds, found);
-            else if (each->length <= SHORT_BYTES)
-                short_pair(in, each->length, seeds, found);
-            else
-                xxh3_pair(in, each->length, seeds, found, pair);
+            sum_twice(in, each->length, seeds, found, pair, is_mix64 ? mix64 : NULL);
             for (int set = 0; set < 2; set++)
                 add_by_halves(sums + (set * count + block) * cells + each->cell, found[set]);
         }
@@ -918,4 +925,31 @@ int64_t penstock_seeds(const uint8_t *prefix, int64_t prefix_bytes, const uint8_
         seeds[n] = xxh3_short(input, prefix_bytes + key_bytes, 0);
     }
     return count;
+}
+
+/* Copies packed blocks out of memory that another process may write meanwhile, and sums the copies:
+   `right` are those that have the sums which lie at `expected` in that memory. They get their sums
+   under the second seed. Of each block: where it and its sums lie there, and where here. */
+void penstock_take_blocks(const segment_t *segments, int64_t segment_count, const uint64_t *key_seeds,
+                          int64_t count, const uint8_t *from, uint8_t *to, const int64_t *places,
+                          int64_t cells, int64_t is_mix64, uint64_t *room, uint8_t *right)
+{
+    pair_t pair = find_pair();
+    mix64_t mix64 = find_mix64(1);
+    size_t length = (size_t)cells * 8;
+    for (int64_t block = 0; block < count; block++, places += 4) {
+        memset(room, 0, 2 * length);
+        for (const segment_t *each = segments; each < segments + segment_count; each++) {
+            uint8_t *copy = to + places[2] + each->start;
+            uint64_t found[2], seeds[2] = {seed_of(key_seeds[block], each->place),
+                                           seed_of(key_seeds[count + block], each->place)};
+            memcpy(copy, from + places[0] + each->start, (size_t)each->length);
+            sum_twice(copy, each->length, seeds, found, pair, is_mix64 ? mix64 : NULL);
+            for (int set = 0; set < 2; set++)
+                add_by_halves(room + set * cells + each->cell, found[set]);
+        }
+        right[block] = !memcmp(room, from + places[1], length);
+        if (right[block])
+            memcpy(to + places[3], room + cells, length);
+    }
 }

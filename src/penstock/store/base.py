@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.machine.statistics import StoreCounts
-from penstock.vocabulary.checksums import CellSpan
+from penstock.vocabulary.checksums import SUM_BYTES, CellSpan
 from penstock.vocabulary.frames import Text  # noqa: TC001 - msgspec reads it
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -93,6 +93,27 @@ class MappedArena:
         memory, size = self.host.arena.bytes, self.host.slot_bytes
         starts = (self.host.blocks_offset + slots.astype(np.int64) * size).tolist()
         return [memory[start : start + nbytes] for start in starts]
+
+    def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Where in the arena the block and the sums of each slot begin."""
+        sums_bytes = len(self.host.layout.cells) * SUM_BYTES
+        at = slots.astype(np.int64)
+        blocks = self.host.blocks_offset + at * self.host.slot_bytes
+        return np.stack((blocks, at * sums_bytes), axis=1)
+
+
+class NearBlocks(NamedTuple):
+    """Blocks that lie in memory which is mapped here: of another engine, which may write there."""
+
+    arena: MappedArena
+    salt: int
+    """Of the sums of these slots."""
+    positions: list[int]
+    """Which of the blocks that were asked for, and"""
+    slots: list[int]
+    """where each lies."""
+    counts: Callable[[], bool]
+    """Whether that was so all the time, as far as is known: asked when they were copied."""
 
 
 class SaveJob(NamedTuple):

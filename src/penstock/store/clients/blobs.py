@@ -41,6 +41,9 @@ from penstock.vocabulary.arguments import as_int, as_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.store.base import NearBlocks, Space
+    from penstock.vocabulary.keys import Key
+
 Answer = TypeVar("Answer")
 
 NAME_BYTES_MAX = 256
@@ -123,6 +126,15 @@ class BlobStore(ABC):
 
     def unregister(self, memory: memoryview) -> None:  # noqa: B027
         """The memory will not be used any more; no call uses it."""
+
+    def near(
+        self,
+        space: Space,  # noqa: ARG002 - Most stores have nothing there.
+        piece: bytes,  # noqa: ARG002
+        keys: Sequence[Key],  # noqa: ARG002
+    ) -> Sequence[NearBlocks]:
+        """Blocks in memory that is mapped here, to be copied from there instead of read."""
+        return ()
 
     @abstractmethod
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:

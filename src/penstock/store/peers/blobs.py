@@ -3,8 +3,9 @@
 | call             | what it is here                                                            |
 |------------------|----------------------------------------------------------------------------|
 | `exists`         | what peers have listed; nobody is asked                                    |
+| `near`           | what lies in arenas of this process, or of peers on this machine            |
 | `read`           | from an engine of this process, or a peer; who lacks a block loses its line |
-| `forget`         | what failed its sums is not asked for again where this thread had it from  |
+| `forget`         | what failed its sums is not asked for again where it came from             |
 | `get`, `replace` | the record of the generation, made of what peers know of resets            |
 | `create`         | the geometry of engines here, which is told to peers                       |
 | `write`          | nothing is written                                                          |
@@ -15,15 +16,16 @@ stays on for the others.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import OrderedDict
+from functools import partial
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.store.base import Space
+from penstock.store.base import NearBlocks, Space
 from penstock.store.clients.blobs import (
     BlobOutcome,
     BlobStore,
@@ -42,13 +44,16 @@ if TYPE_CHECKING:
 
     from penstock.config.shared_stores import PeerSettings
     from penstock.store.clients.blobs import BlobRead, BlobWrite
-    from penstock.store.peers.books import Conversation
+    from penstock.store.peers.books import Conversation, Listing
     from penstock.store.peers.lending import Span
     from penstock.store.peers.network import PeerAnswer
     from penstock.vocabulary.keys import Key
 
 TRIES = 2
 """Peers that a block is read from, one after the other: the second may have it still."""
+
+ASKED_MAX = 1 << 14
+"""Blocks of which is known who was asked for them: those of the reads under way are fewer."""
 
 
 class _Name(NamedTuple):
@@ -74,8 +79,8 @@ class PeerBlobs(BlobStore):
         super().__init__(settings.threads)
         self.network = PeerNetwork(settings)
         self._turn = 0
-        self._read = threading.local()
-        """Of each thread: who sent what it has read last (`holders`)."""
+        self._asked: OrderedDict[_Name, Lender | Conversation] = OrderedDict()
+        """Who was asked last for what was read last; the lock of the network guards it."""
 
     def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
         check_names(names, timeout_s=timeout_s)
@@ -95,7 +100,6 @@ class PeerBlobs(BlobStore):
         names = [_parse(each.name) for each in reads]
         outcomes = [BlobOutcome.MISSING] * len(reads)
         left = [at for at, name in enumerate(names) if name is not None]
-        self._read.holders = {}
         for _ in range(TRIES):
             left = self._try(reads, names, left, outcomes, deadline)
             if not left:
@@ -115,7 +119,6 @@ class PeerBlobs(BlobStore):
         asked: dict[int, tuple[Conversation, _Wanted]] = {}
         missing: set[int] = set()
         for holder, chosen in self._by_holder(names, left):
-            self._read.holders |= {names[position]: holder for position in chosen}
             for wanted in _requests(reads, names, chosen):
                 if isinstance(holder, Lender):
                     missing.update(self._copy_here(reads, wanted))
@@ -140,6 +143,20 @@ class PeerBlobs(BlobStore):
             outcomes[position] = BlobOutcome.MISSING
         return sorted(missing) if time.monotonic() < deadline else []
 
+    def near(self, space: Space, piece: bytes, keys: Sequence[Key]) -> list[NearBlocks]:
+        network = self.network
+        with network.lock:
+            found = network.books.find_near(space, piece, keys)
+
+        def is_lent(source: Lender | Listing) -> bool:
+            with network.lock:
+                return network.books.is_lent(space, source)
+
+        return [
+            NearBlocks(arena, source.salt, positions, slots, partial(is_lent, source))
+            for arena, source, positions, slots in found
+        ]
+
     def _by_holder(
         self, names: Sequence[_Name | None], positions: Sequence[int]
     ) -> list[tuple[Lender | Conversation, list[int]]]:
@@ -150,11 +167,14 @@ class PeerBlobs(BlobStore):
             for position in positions:
                 name = names[position]
                 holders = [] if name is None else self._holders(name)
-                if not holders:
+                if name is None or not holders:
                     continue
                 here = holders[0]
                 at = here if isinstance(here, Lender) else holders[self._turn % len(holders)]
                 chosen.setdefault(at, []).append(position)
+                self._asked[name] = at
+            while len(self._asked) > ASKED_MAX:
+                self._asked.popitem(last=False)
         return list(chosen.items())
 
     def _copy_here(self, reads: Sequence[BlobRead], wanted: _Wanted) -> list[int]:
@@ -209,8 +229,8 @@ class PeerBlobs(BlobStore):
         self.network.tell()
 
     def _forget(self, name: _Name) -> None:
-        """Of who has sent it to this thread; the lock is held."""
-        holder = getattr(self._read, "holders", {}).get(name)
+        """Of who has sent it; the lock is held."""
+        holder = self._asked.pop(name, None)
         if isinstance(holder, Lender):
             self.network.books.give_up(holder, name.key)
         elif holder is not None:

@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from penstock.errors import PeerError
 from penstock.store.base import Space
 from penstock.store.peers.generations import PeerGenerations
 from penstock.store.peers.lending import Lendings
 from penstock.store.peers.messages import (
     KEYS_MAX,
+    SLOT,
     AnyPeerMessage,
     BlocksRead,
     LendingEnded,
@@ -62,7 +65,12 @@ class Listing:
 
     space: Space
     pieces: frozenset[bytes]
-    keys: set[Key] = field(default_factory=set)
+    salt: int
+    """Of the sums in its arenas."""
+    keys: dict[Key, int] = field(default_factory=dict)
+    """And the slot of each."""
+    arenas: dict[bytes, MappedArena] = field(default_factory=dict)
+    """By piece, if they are mapped here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +108,21 @@ class Conversation:
         """The peer did not have these, or not what they should be."""
         for each in self.listings.values():
             if each.space == space and piece in each.pieces:
-                self.listed -= len(each.keys.intersection(keys))
-                each.keys.difference_update(keys)
+                self.listed -= sum(each.keys.pop(key, None) is not None for key in keys)
 
     def end_listing(self, number: int) -> None:
         ended = self.listings.pop(number, None)
         self.listed -= 0 if ended is None else len(ended.keys)
+
+
+class NearKeys(NamedTuple):
+    """Blocks in an arena that is mapped here."""
+
+    arena: MappedArena
+    source: Lender | Listing
+    """Who lends them."""
+    positions: list[int]
+    slots: list[int]
 
 
 class Known(NamedTuple):
@@ -120,8 +137,8 @@ class Known(NamedTuple):
 class PeerBooks:
     """The state of one process; whoever has it guards it."""
 
-    def __init__(self, process: int) -> None:
-        self.process = process
+    def __init__(self, process: int, door: str = "") -> None:
+        self.process, self.door = process, door
         self.generations = PeerGenerations()
         self.lendings = Lendings()
         self.shapes: dict[bytes, list[bytes]] = {}
@@ -225,6 +242,39 @@ class PeerBooks:
         ]
         return [*([] if here is None else [here]), *there]
 
+    def find_near(self, space: Space, piece: bytes, keys: Sequence[Key]) -> list[NearKeys]:
+        """Which blocks lie in arenas that are mapped here: each once."""
+        if self.generations.current(space.name) != space.generation:
+            return []
+        sources: list[tuple[MappedArena, Lender | Listing, dict[Key, int]]] = [
+            (each.places[piece][1], each, each.slots)
+            for each in self.lendings.lenders
+            if each.space == space and piece in each.places
+        ]
+        listings = (each for talk in self.conversations for each in talk.listings.values())
+        sources += [
+            (each.arenas[piece], each, each.keys)
+            for each in listings
+            if each.space == space and piece in each.arenas
+        ]
+        found: list[NearKeys] = []
+        left = list(range(len(keys)))
+        for arena, source, slots in sources:
+            count = arena.host.slot_count
+            there = {at: slot for at in left if 0 <= (slot := slots.get(keys[at], -1)) < count}
+            if there:
+                found.append(NearKeys(arena, source, list(there), list(there.values())))
+                left = [at for at in left if at not in there]
+        return found
+
+    def is_lent(self, space: Space, source: Lender | Listing) -> bool:
+        """Whether what was found near may still be used."""
+        if self.generations.current(space.name) != space.generation:
+            return False
+        if isinstance(source, Listing):
+            return any(source in talk.listings.values() for talk in self.conversations)
+        return source in self.lendings.lenders
+
     # Messages.
 
     def take(self, said: Conversation, message: AnyPeerMessage) -> Known:
@@ -233,7 +283,7 @@ class PeerBooks:
         Raises `PeerError`: it makes no sense here; the conversation is to be ended.
         """
         match message:
-            case PeerHello(process) if said.process is None:
+            case PeerHello(process, _) if said.process is None:
                 said.process = process
             case _ if said.process is None:
                 raise PeerError(f"{type(message).__name__} came before PeerHello")
@@ -285,19 +335,23 @@ class PeerBooks:
         if listing is None:
             if len(said.listings) >= LENDERS_MAX:
                 raise PeerError(f"it has more than {LENDERS_MAX} engines")
-            listing = Listing(space, frozenset(message.pieces))
+            listing = Listing(space, frozenset(message.pieces), message.salt)
             said.listings[message.lender] = listing
         said.listed -= len(listing.keys)
-        listing.keys.difference_update(_split(message.gone))
+        for key in _split(message.gone):
+            listing.keys.pop(key, None)
+        keys, slots = _split(message.keys), np.frombuffer(message.slots, dtype=SLOT).tolist()
+        if len(keys) != len(slots):
+            raise PeerError(f"it lists {len(keys)} blocks in {len(slots)} slots")
         room = max(0, LISTED_MAX - said.listed - len(listing.keys))
-        listing.keys.update(_split(message.keys)[:room])  # What is not noted is a miss.
+        listing.keys.update(list(zip(keys, slots, strict=True))[:room])  # The rest is missed.
         said.listed += len(listing.keys)
 
     def next_message(self, to: Conversation) -> AnyPeerMessage | None:
         """What it is to be told next, but for answers to its reads."""
         if not to.hello_sent:
             to.hello_sent = True
-            return PeerHello(self.process)
+            return PeerHello(self.process, self.door)
         if to.resets_due:
             space = next(iter(to.resets_due))
             asks = to.resets_due.pop(space)
@@ -323,7 +377,9 @@ def _change_of(lender: Lender, changed: dict[Key, None]) -> Lends:
     here = [key for key in chosen if key in lender.slots]
     gone = [key for key in chosen if key not in lender.slots]
     name, generation = lender.space
-    return Lends(lender.number, name, generation, lender.pieces, b"".join(here), b"".join(gone))
+    slots = np.array([lender.slots[key] for key in here], dtype=SLOT).tobytes()
+    where = (lender.number, name, generation, lender.pieces)
+    return Lends(*where, b"".join(here), slots, lender.salt, b"".join(gone))
 
 
 def _split(keys: bytes) -> list[Key]:

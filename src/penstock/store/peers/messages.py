@@ -15,16 +15,18 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from penstock.store.base import DIGEST_BYTES
 from penstock.store.peers.generations import ORDER_MAX
 from penstock.store.shared.generations import ANCESTORS_MAX
 from penstock.store.shared.values import RANKS_MAX, RECORD_BYTES_MAX
 from penstock.transport.base import FRAME_BYTES_MAX
-from penstock.vocabulary.frames import Count, FrameCodec
+from penstock.vocabulary.frames import Count, FrameCodec, Text
 from penstock.vocabulary.keys import KEY_BYTES
 
 VERSION = 1
+SLOT = np.dtype("<i4")
 KEYS_MAX = 4096
 """Keys of one message."""
 SPANS_MAX = 1 << 14
@@ -55,6 +57,8 @@ class PeerHello(PeerMessage, array_like=True, frozen=True, gc=False):
 
     process: Count
     """A number that this process has drawn."""
+    door: Text
+    """Where peers of this machine get its arenas (`near`); empty: nowhere."""
 
 
 class Resets(PeerMessage, array_like=True, frozen=True, gc=False):
@@ -83,6 +87,10 @@ class Lends(PeerMessage, array_like=True, frozen=True, gc=False):
     generation: Count
     pieces: Annotated[list[Digest], msgspec.Meta(max_length=RANKS_MAX)]
     keys: Keys
+    slots: Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * SLOT.itemsize)]
+    """Where each lies in the arenas, and"""
+    salt: Count
+    """what the sums there were made with: for who has them mapped."""
     gone: Keys
 
 

@@ -41,9 +41,12 @@ from penstock.store.peers.messages import (
     BlocksRead,
     LendingEnded,
     Lends,
+    PeerHello,
     ReadBlocks,
     frames,
 )
+from penstock.store.peers.near import ArenaDoor, NearPeer
+from penstock.store.shared.values import piece_of
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
     BacklogError,
@@ -112,6 +115,8 @@ class _Talk:
     """That was dialled; empty: the peer has dialled us."""
     to_ask: list[ReadBlocks] = field(default_factory=list)
     asked: dict[int, SimpleQueue[PeerAnswer]] = field(default_factory=dict)
+    near: NearPeer | None = None
+    """The way to its arenas, if it is on this machine."""
     unsent: bytes = b""
     """A frame for which there was no room."""
     slow_until: float = -math.inf
@@ -147,7 +152,9 @@ class PeerNetwork:
         self.lock = threading.Lock()
         self.resets_told = threading.Condition(self.lock)
         """Of who waits for peers to know a reset."""
-        self.books = PeerBooks(secrets.randbits(63))
+        process = secrets.randbits(63)
+        self._door = _open_door(process)
+        self.books = PeerBooks(process, "" if self._door is None else self._door.path)
         self.on_reset: Callable[[bytes], None] = lambda _: None
         """Called without the lock when another generation of a space counts, and"""
         self.on_listing: Callable[[], None] = lambda: None
@@ -255,6 +262,7 @@ class PeerNetwork:
                     self._open(channel, "")
                 for talk in self._all():
                     self._exchange(talk)
+                self._show_arenas()
                 self._wait()
         finally:
             self._end_all()
@@ -273,7 +281,9 @@ class PeerNetwork:
         if any(each.conversation.requests for each in talks) and not blocked:
             return  # One is answered in each turn.
         channels: list[Waitable] = [self._listener, *(each.channel for each in talks)]
-        wait_any(channels, [self._wake], deadline=min(at))
+        descriptors = [self._wake, *(each.near.descriptor for each in talks if each.near)]
+        descriptors += self._door.descriptors if self._door else []
+        wait_any(channels, descriptors, deadline=min(at))
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
@@ -336,6 +346,7 @@ class PeerNetwork:
     def _exchange(self, talk: _Talk) -> None:
         """Takes what a peer says, and says what is due."""
         try:
+            self._take_arenas(talk)
             self._receive(talk)
             if talk.channel.is_open:
                 self._send(talk)
@@ -361,9 +372,11 @@ class PeerNetwork:
         said = talk.conversation
         with self.lock:
             new = said.process is None
+            if isinstance(message, Lends) and message.lender not in said.listings:
+                self._ask_arenas(talk, message.lender)
             known = self.books.take(said, message)
-            if new and talk.address:
-                self._meet(talk)
+            if new and talk.address and isinstance(message, PeerHello):
+                self._meet(talk, message.door)
             if known.answer is not None:
                 asker = talk.asked.pop(known.answer.number, None)
                 if asker is not None:  # Or it was too late.
@@ -375,7 +388,42 @@ class PeerNetwork:
         if isinstance(message, Lends | LendingEnded):
             self.on_listing()
 
-    def _meet(self, talk: _Talk) -> None:
+    # Arenas of peers on this machine.
+
+    def _show_arenas(self) -> None:
+        for channel, number in self._door.asked() if self._door else ():
+            with self.lock:
+                lender = self.books.lendings.of_number(number)
+                if lender is not None and self._door is not None:
+                    self._door.show(channel, lender)
+
+    def _ask_arenas(self, talk: _Talk, lender: int) -> None:
+        if talk.near is not None:
+            try:
+                talk.near.ask(lender)
+            except OSError as error:
+                self._lose_arenas(talk, str(error))
+
+    def _take_arenas(self, talk: _Talk) -> None:
+        try:
+            while talk.near is not None and (found := talk.near.take()) is not None:
+                number, arena = found
+                with self.lock:
+                    listing = talk.conversation.listings.get(number)
+                    name = piece_of(arena).name
+                    if listing is not None and name in listing.pieces:
+                        listing.arenas[name] = arena
+        except PeerError as error:
+            self._lose_arenas(talk, str(error))
+
+    def _lose_arenas(self, talk: _Talk, why: str) -> None:
+        """What is mapped stays so while it is listed; the rest comes over the channel."""
+        if talk.near is not None:
+            talk.near.close()
+            talk.near = None
+            logger.info("memory of a peer is not mapped: at=%s cause=%s", talk.address, why)
+
+    def _meet(self, talk: _Talk, door: str) -> None:
         """A peer has said who it is: itself, or one that we read from already, is not wanted."""
         process, target = talk.conversation.process, self._targets[talk.address]
         same = [
@@ -387,7 +435,10 @@ class PeerNetwork:
             target.needless = True
             raise _NeedlessError
         target.needless, target.met_at = False, time.monotonic()
-        logger.info("peer is here: at=%s", talk.address)
+        with suppress(UnavailableError):  # It is on another machine, or of another user.
+            talk.near = NearPeer(door, process) if door and process is not None else None
+        far = "" if talk.near is None else " on this machine"
+        logger.info("peer is here: at=%s%s", talk.address, far)
 
     def _send(self, talk: _Talk) -> None:
         for frame in self._frames_for(talk):
@@ -466,6 +517,8 @@ class PeerNetwork:
     def _close(self, talk: _Talk, why: str) -> None:
         """Ends a channel; what was asked on it is answered, and its peer is dialled again."""
         talk.channel.close()
+        if talk.near is not None:
+            talk.near.close()
         with self.lock:
             self._talks.pop(talk.conversation, None)
             self.books.end(talk.conversation)
@@ -485,10 +538,20 @@ class PeerNetwork:
         for talk in self._all():
             self._close(talk, "this process ends")
         self._listener.close()
+        if self._door is not None:
+            self._door.close()
 
 
 class _NeedlessError(Exception):
     """A channel that is not wanted."""
+
+
+def _open_door(process: int) -> ArenaDoor | None:
+    try:
+        return ArenaDoor(process)
+    except UnavailableError as error:
+        logger.warning("peers of this machine get blocks over channels alone: cause=%s", error)
+        return None
 
 
 def _keep_freed_memory() -> None:

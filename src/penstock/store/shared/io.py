@@ -281,6 +281,59 @@ def read_values(
 
     Raises `BlobStoreError`: the store does not answer.
     """
+    left = _take_near(run, gathering, blobs, sums)
+    if len(left) == len(run.keys):
+        return _read_far(run, gathering, blobs, memory, sums, whole=whole, timeout_s=timeout_s)
+    if not left:
+        return ReadResult({}, [], compressed=whole)
+    rest = run._replace(keys=[run.keys[each] for each in left], slots=run.slots[left])
+    found = _read_far(rest, gathering, blobs, memory, sums, whole=whole, timeout_s=timeout_s)
+    return found._replace(faults={left[at]: fault for at, fault in found.faults.items()})
+
+
+def _take_near(
+    run: ValueRun, gathering: Gathering, blobs: BlobStore, sums: SumsOfArenas
+) -> list[int]:
+    """Copies blocks out of memory that is mapped here; those that are still to be read.
+
+    What is not right there was filled anew meanwhile: whose it is says so when asked.
+    """
+    left = list(range(len(run.keys)))
+    own, host = run.arena.form.checksum, run.arena.host
+    taker = sums.of(run.arena, own)
+    [part, *others] = gathering.parts
+    if others or part.ranges != ((0, 0, host.layout.block_bytes),):
+        return left
+    for each in blobs.near(run.space, part.piece.name, run.keys):
+        there = each.arena
+        if there.form.checksum is not own or piece_of(there)[1:] != piece_of(run.arena)[1:]:
+            continue
+        places = np.hstack(
+            (
+                there.places(np.array(each.slots, dtype=np.int32)),
+                run.arena.places(run.slots[each.positions]),
+            )
+        )
+        keys = [run.keys[position] for position in each.positions]
+        memory = (there.host.arena.bytes, host.arena.bytes)
+        right = taker.take(*memory, places, keys, (each.salt, run.salt))
+        if each.counts():
+            chosen = zip(each.positions, right.tolist(), strict=True)
+            taken = {position for position, is_right in chosen if is_right}
+            left = [position for position in left if position not in taken]
+    return left
+
+
+def _read_far(
+    run: ValueRun,
+    gathering: Gathering,
+    blobs: BlobStore,
+    memory: FrontMemory,
+    sums: SumsOfArenas,
+    *,
+    whole: bool,
+    timeout_s: float,
+) -> ReadResult:
     faults: dict[int, BlockFault] = {}
     again = list(range(len(run.keys)))
     if not whole:
