@@ -13,6 +13,7 @@ import pytest
 from penstock.cache.operations import BlockFault
 from penstock.movers.packing import PackedSums
 from penstock.store.base import MappedArena, Space, part_name
+from penstock.store.disk import io as disk_io
 from penstock.store.disk.format import TRAILER_HEAD, Geometry, read_trailer
 from penstock.store.disk.index import DiskSegment, Stretch
 from penstock.store.disk.io import AlignedMemory, DiskCalls, Run, open_within, read_run, write_run
