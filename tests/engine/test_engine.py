@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,3 +402,25 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_reference(
     assert answer[0].cached_by_tier == (0, 0)
     assert len(tokens_of(reported["beside", 0])) == 20
     require_greedy(reported["beside", 0], model, prompt(20, 8))
+
+
+def test_time_in_steps_is_counted_alone_and_by_requests_but_not_while_there_are_none(
+    checkpoint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = checkpoint_of("llama")
+    clock = count()
+    now = SimpleNamespace(monotonic=lambda: next(clock) / 100)
+    monkeypatch.setattr("penstock_serve.engine.engine.time", now)
+    engine = make_engine(folder)
+
+    run(engine, *(Request(id=f"r{n}", prompt=prompt(8, n), max_tokens=6) for n in range(2)))
+    two, places = engine.step_s, engine.place_s
+    assert 0 < two < places <= 2 * two
+
+    engine.step()
+    assert engine.idle
+    for _ in range(10_000):
+        next(clock)
+    run(engine, Request(id="one", prompt=prompt(8, 3), max_tokens=6))
+    assert two < engine.step_s < two + 10
+    assert engine.place_s - places == pytest.approx(engine.step_s - two)

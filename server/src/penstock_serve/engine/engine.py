@@ -166,6 +166,10 @@ class Engine:
         self._flying: list[_Flight] = []
         self._finished = 0.0
         """When the last step ended."""
+        self.step_s = 0.0
+        """Time in which steps were computed, or prepared one after the other."""
+        self.place_s = 0.0
+        """That time, by the number of their requests."""
         self.idle = False
         """Whether the last `step` found nothing to do; only messages or copies change that."""
 
@@ -228,12 +232,13 @@ class Engine:
         self.cache.step()
         self.scheduler.step_handoffs()
         loading = self.scheduler.count(Phase.LOADING)
+        follows = not self.idle and self._finished > 0
         step = self.scheduler.plan()
         outputs = self.scheduler.take_outputs()
         plan = self.cache.ranks.take_plan()
         self.idle = not (outputs or step or plan or self._flying)
         if step is not None:
-            self._flying.append(_Flight(step, time.monotonic()))
+            self._flying.append(_Flight(step, time.monotonic(), follows))
             self.workers.submit(msgspec.structs.replace(step, plan=plan))
         elif plan is not None:
             self.workers.submit(Step(COPIES_ALONE, [], [], plan))
@@ -382,6 +387,9 @@ class Engine:
         """Reports the prefill speed to the cache, from steps that do little else."""
         # A step that was submitted while another one was computed began when that one ended.
         seconds = now - max(flight.began, self._finished)
+        busy_s = now - self._finished if flight.follows else seconds
+        self.step_s += busy_s
+        self.place_s += busy_s * len(flight.step.spans)
         self._finished = now
         prefilled = sum(len(span.tokens) for span in flight.step.spans if not is_decode(span))
         decoded = sum(is_decode(span) for span in flight.step.spans)
@@ -398,3 +406,5 @@ class _Flight(NamedTuple):
 
     step: Step
     began: float
+    follows: bool
+    """Whether it was planned when the one before had ended, without a pause."""

@@ -188,6 +188,9 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
         handed_parts_verified=engine.handed.parts_verified,
         landing_bytes=engine.handed.landing_bytes,
         token_bytes=token_bytes,
+        places=engine.scheduler.settings.step_requests,
+        step_seconds=engine.step_s,
+        place_seconds=engine.place_s,
     )
 
 

@@ -327,6 +327,12 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that other instances may write handoffs into, or may still write into."""
     token_bytes: int
     """The KV of one token, over all layers and ranks."""
+    places: int = 1
+    """Requests that a step has room for."""
+    step_seconds: float = 0.0
+    """Time in which steps were computed, or prepared one after the other."""
+    place_seconds: float = 0.0
+    """That time, by the number of their requests."""
 
 
 class LiveHealth(msgspec.Struct, frozen=True, kw_only=True):

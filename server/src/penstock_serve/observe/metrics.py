@@ -126,6 +126,9 @@ METRICS = (
     *INSTANCE.rows(
         healthy=("0 if something is wrong: a tier or rank is off, see /cache", "health.ok"),
         preemptions_total="Answers that gave their blocks back",
+        places="Requests that a step has room for",
+        step_seconds_total="Time in which steps were computed, or prepared one after the other",
+        place_seconds_total="That time, by the number of their requests",
     ),
     counts(COUNTER, "handoffs", "Handoffs by how they ended", "outcome", "handoffs"),
     *INSTANCE.rows(
