@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.serve.conftest import Running, eventually, serve_command
+from tests.serve.conftest import SOON_S, Running, eventually, serve_command
+from tests.serve.streams import streams_until_killed
 from tests.serve.test_roles import SIZES, STORY, everybody, reported, require_same
 from tests.serve.test_roles_alone import Roles, kill_in_mid_load, line_of, require_survived
 
@@ -68,6 +69,32 @@ def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
         assert sorted(second.client.post("/admin/audit").json()["in_order"]) == sorted(NAMES)
         eventually(lambda: [each["leases"] for each in state_of(second, "cache").values()], [0, 0])
         assert pair.poll() is None
+
+
+@pytest.mark.long
+def test_a_role_that_changes_as_the_router_is_killed_is_known_to_the_next_router(
+    server: Running, model_folder: Path
+) -> None:
+    roles = Roles(model_folder)
+    joined = (*roles.model, "--router", roles.router, *SIZES, "--number", "2")
+    with ExitStack() as stack:
+        stack.enter_context(serve_command(*joined, "--prefill-tp", "1", "--decode-tp", "1"))
+        first = router_of(roles, stack)
+        with streams_until_killed(first.address, clients=8):
+            wish = {"instance": "decode-2", "role": "both", "timeout_s": 0}
+            assert first.client.post("/admin/role", json=wish).json()["unfinished"] > 0
+            # It has heard of its role by now: a channel keeps its order.
+            eventually(lambda: state_of(first, "role").get("decode-2"), "both")
+            first.process.kill()
+            first.process.wait(timeout=SOON_S)
+
+        second = router_of(roles, stack)
+        require_survived(second)
+        assert state_of(second, "role") == {"prefill-2": "prefill", "decode-2": "both"}
+        before = state_of(second, "handoffs")
+        found = reported(second, STORY, logprobs=5)
+        require_same(found, reported(server, STORY, logprobs=5, cache="off"))
+        assert state_of(second, "handoffs") == before
 
 
 def _weights_change(running: Running) -> None:

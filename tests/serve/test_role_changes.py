@@ -20,6 +20,7 @@ from penstock_serve.server.control import (
     read_order,
 )
 from penstock_serve.server.fields import BadRequest
+from penstock_serve.server.instance_link import InstanceLost
 from tests.serve.test_router import settled
 from tests.serve.test_router_pairs import asked, given_up, instance_of, played, sent
 
@@ -216,6 +217,40 @@ def test_a_pause_does_not_wait_for_the_requests_of_an_old_role() -> None:
 
         assert pausing.result().failed == {}
         assert (await change)["unfinished"] == 0
+        await given_up(tasks)
+
+    played(play, decodes=2)
+
+
+def test_a_change_that_is_repeated_waits_for_what_began_in_the_old_role_alone() -> None:
+    async def play(router: Router, _prefill: Instance, one: Instance, _two: Instance) -> None:
+        control, wish = Control(router), RoleRequest(instance="decode-0", role="both", timeout_s=0)
+        tasks = await sent(router, "a")
+        assert (await control.change_role(wish))["unfinished"] == 1
+        tasks += await sent(router, "b", "c", "d")
+        assert {"a"} < set(one.link.requests)
+
+        assert (await control.change_role(wish))["unfinished"] == 1
+
+        one.say(Output(request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+        await settled()
+        assert (await control.change_role(wish))["unfinished"] == 0
+        assert one.link.requests
+        await given_up(tasks)
+
+    played(play, decodes=2)
+
+
+def test_a_change_in_which_the_instance_is_lost_says_so() -> None:
+    async def play(router: Router, _prefill: Instance, one: Instance, _two: Instance) -> None:
+        tasks = await sent(router, "a")
+        change = asyncio.create_task(change_role(router, body(instance="decode-0", role="both")))
+        await settled()
+
+        one.channel.fail("killed")
+
+        with pytest.raises(InstanceLost, match="killed; its role is 'both' when it is back"):
+            await change
         await given_up(tasks)
 
     played(play, decodes=2)

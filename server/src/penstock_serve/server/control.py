@@ -182,6 +182,8 @@ class Control:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._outgoing: dict[InstanceLink, set[str]] = {}
+        """Requests that began in an earlier role of their instance."""
         self._gate = router.gate
         self._turn = asyncio.Lock()
         self._checkpoint: WantedWeights | None = None
@@ -296,19 +298,39 @@ class Control:
         New requests follow the new role at once. It returns when those of the old role have ended,
         or after `timeout_s`, and says how many have not; other operations may begin meanwhile.
         Raises `BadRequest`: there is no such instance, it cannot have the role, another operation
-        did not end in time, or the server is asleep.
+        did not end in time, or the server is asleep; `InstanceLost`: the instance is gone, and has
+        the role when it is back.
         """
         async with self._alone(wanted.timeout_s):
             self._require_awake()
             link = self._ready_link(wanted.instance)
             before = self._router.role_of(link)
-            under_way = set(link.requests)
-            try:
-                self._router.set_role(link, wanted.role)
-            except ValueError as error:
-                raise BadRequest(f"role {error}", param="role") from error
-        left = await _wait_ended(link, under_way, wanted.timeout_s)
+            self._set_role(link, wanted.role)
+        left = await self._wait_old_role_ended(link, wanted.role, wanted.timeout_s)
         return {"instance": link.name, "role": wanted.role, "before": before, "unfinished": left}
+
+    def drains(self, link: InstanceLink) -> bool:
+        """Whether an instance has requests that began in an earlier role."""
+        return bool(self._outgoing.get(link, set()) & set(link.requests))
+
+    def _set_role(self, link: InstanceLink, role: ms.RoleName) -> None:
+        same = role == self._router.role_of(link)
+        try:
+            self._router.set_role(link, role)
+        except ValueError as error:
+            raise BadRequest(f"role {error}", param="role") from error
+        self._outgoing = {each: ids for each, ids in self._outgoing.items() if self.drains(each)}
+        if not same:
+            self._outgoing[link] = set(link.requests)
+
+    async def _wait_old_role_ended(
+        self, link: InstanceLink, role: ms.RoleName, timeout_s: float
+    ) -> int:
+        """Waits for the requests of an earlier role; returns how many are left after a timeout."""
+        left = await _wait_ended(link, self._outgoing.get(link, set()), timeout_s)
+        if link.lost:
+            raise InstanceLost(f"{link.lost}; its role is {role!r} when it is back")
+        return left
 
     def _ready_link(self, name: str) -> InstanceLink:
         for link in self._router.ready:
