@@ -510,6 +510,11 @@ class ServeTable:
     """How long they wait.
 
     Then they are refused all the same."""
+    balance_s: Annotated[float, Number(minimum=0, maximum=86_400)] = 0.0
+    """Prefill and decode instances change their roles by load, one in so many seconds at most; 0:
+    never, 30 is good.
+
+    `engine.step_requests` says how many answers a decode instance has room for."""
     log_level: Annotated[str, String(choices=LOG_LEVELS)] = "info"
     """Level of the log."""
     log_json: YesNo = False

@@ -15,6 +15,7 @@ that every metric is on the page `docs/metrics.md`, which is made from the texts
 from __future__ import annotations
 
 import platform
+from collections import Counter as Counted
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -327,6 +328,11 @@ class ServerMetrics(PageMetrics):
         )
         self._phases = [phases.labels(name) for name in PHASES]
         self._add_responses("http_responses")
+        self.role_changes = self._counter(
+            "role_changes",
+            "Changes of roles by load (serve.balance_s), by the new role and outcome: done, failed",
+            *("role", "outcome"),
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers")
 
@@ -346,6 +352,10 @@ def _of_instances(instances: Sequence[InstanceStatistics], retries: int) -> Iter
     sent_again = COUNTER("penstock_retries", "Requests sent to another instance")
     sent_again.add_metric([], retries)
     yield sent_again
+    by_role = GAUGE("penstock_instances", "Instances that report, by role", labels=["role"])
+    for role, count in Counted(stats.role for stats in instances).items():
+        by_role.add_metric([role], count)
+    yield by_role
     for row in METRICS:
         family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
         for stats in instances:

@@ -56,6 +56,7 @@ from penstock_serve.server.guard import Guard, read_hosts
 from penstock_serve.server.http import GuardedApp, read_body
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.live_feed import LiveFeed
+from penstock_serve.server.role_balancer import RoleBalancer
 from penstock_serve.server.router import ServerState, is_usable
 from penstock_serve.server.text_endpoint import Admission, Encoder, TextEndpoint
 
@@ -94,7 +95,12 @@ class Server:
     ) -> None:
         """Makes them; of `instances` there should be so many, 0: other commands start them."""
         self._router = router
-        self._control = Control(router)
+        self._control = Control(router, balances=settings.balance_s > 0)
+        self.balancer = (
+            RoleBalancer(router, self._control, metrics, pace_s=settings.balance_s)
+            if settings.balance_s
+            else None
+        )
         self._metrics = metrics
         self._model = model
         self._settings = settings
@@ -172,6 +178,8 @@ class Server:
         if state is not ServerState.RUNNING:
             ready, status = False, state.value
         content = {"status": status, "instances": instances} | ({"why": why} if why else {})
+        if self.balancer is not None:
+            content["balance"] = self.balancer.report()
         return JSONResponse(content, status_code=200 if ready else 503)
 
     async def metrics(self, _http: HttpRequest) -> Response:

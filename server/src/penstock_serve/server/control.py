@@ -37,7 +37,7 @@ from penstock_serve.server.fields import (
     word,
 )
 from penstock_serve.server.instance_link import InstanceLost
-from penstock_serve.server.router import ServerState
+from penstock_serve.server.router import ServerState, is_usable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 TIMEOUT_S_MAX = 86_400.0
 VERSION_BYTES_MAX = 128
 ROLES = ("both", "prefill", "decode")
+AUTO = "auto"
+"""In the place of a role: the balance may change it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class RoleRequest:
     """Another role for one instance."""
 
     instance: Annotated[str, word]
-    role: Annotated[ms.RoleName, one_of(*ROLES)]
+    role: Annotated[str, one_of(*ROLES, AUTO)]
     timeout_s: Annotated[float, number(0, TIMEOUT_S_MAX)] = 60.0
     """How long the requests of the old role may take to end."""
 
@@ -180,8 +182,12 @@ class WantedWeights(NamedTuple):
 class Control:
     """The wanted state of all instances."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, *, balances: bool = False) -> None:
+        """Of this router's instances; `balances`: roles are changed by load, too."""
         self._router = router
+        self._balances = balances
+        self.by_hand: set[str] = set()
+        """Instances whose role the balance leaves alone: an operator chose it."""
         self._outgoing: dict[InstanceLink, set[str]] = {}
         """Requests that began in an earlier role of their instance."""
         self._gate = router.gate
@@ -297,6 +303,7 @@ class Control:
 
         New requests follow the new role at once. It returns when those of the old role have ended,
         or after `timeout_s`, and says how many have not; other operations may begin meanwhile.
+        The balance leaves the role alone from then on, until it is `auto`.
         Raises `BadRequest`: there is no such instance, it cannot have the role, another operation
         did not end in time, or the server is asleep; `InstanceLost`: the instance is gone, and has
         the role when it is back.
@@ -305,9 +312,38 @@ class Control:
             self._require_awake()
             link = self._ready_link(wanted.instance)
             before = self._router.role_of(link)
-            self._set_role(link, wanted.role)
-        left = await self._wait_old_role_ended(link, wanted.role, wanted.timeout_s)
-        return {"instance": link.name, "role": wanted.role, "before": before, "unfinished": left}
+            role = before
+            if wanted.role == AUTO:
+                self._require_balance()
+                self.by_hand.discard(link.name)
+            else:
+                role = msgspec.convert(wanted.role, ms.RoleName)
+                self._set_role(link, role)
+                if self._balances:
+                    self.by_hand.add(link.name)
+        left = await self._wait_old_role_ended(link, role, wanted.timeout_s)
+        return {"instance": link.name, "role": role, "before": before, "unfinished": left}
+
+    async def rebalance(self, instance: str, role: ms.RoleName, *, timeout_s: float) -> int:
+        """Gives an instance another role because of its load; returns as `change_role` does.
+
+        Returns:
+            How many requests of the old role have not ended.
+        Raises `BadRequest`: as `change_role` does, or the server does not run, an operator has
+        chosen a role of the instance meanwhile, or it is the last of its role; `InstanceLost`.
+        """
+        async with self._alone(timeout_s):
+            link = self._ready_link(instance)
+            before = self._router.role_of(link)
+            others = [each for each in self._router.ready if each is not link and is_usable(each)]
+            if self._gate.state is not ServerState.RUNNING:
+                raise BadRequest(f"the server is {self._gate.state.value}", status=409)
+            if instance in self.by_hand:
+                raise BadRequest(f"{instance!r} has a role that an operator chose", status=409)
+            if not any(self._router.role_of(each) == before for each in others):
+                raise BadRequest(f"{instance!r} is the only one of its role", status=409)
+            self._set_role(link, role)
+        return await self._wait_old_role_ended(link, role, timeout_s)
 
     def drains(self, link: InstanceLink) -> bool:
         """Whether an instance has requests that began in an earlier role."""
@@ -331,6 +367,13 @@ class Control:
         if link.lost:
             raise InstanceLost(f"{link.lost}; its role is {role!r} when it is back")
         return left
+
+    def _require_balance(self) -> None:
+        if not self._balances:
+            raise BadRequest(
+                f"role is {AUTO!r}, must be {' or '.join(ROLES)} while serve.balance_s is 0",
+                param="role",
+            )
 
     def _ready_link(self, name: str) -> InstanceLink:
         for link in self._router.ready:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -156,6 +156,16 @@ class RequestGate:
         return RequestRefusal("paused", f"the server is {self.state.value}{more}; try again later")
 
 
+@dataclass(slots=True)
+class RequestCounts:
+    """What the router saw of an instance's requests; `balance.py` says what the fields are."""
+
+    computed: int = 0
+    begun: int = 0
+    handed: int = 0
+    waited_s: float = 0.0
+
+
 PREFILLS_MAX = 2
 """How many instances are tried for the prompt of one attempt; then the one that answers it
 computes it."""
@@ -261,6 +271,8 @@ class _Prefill:
             async with aclosing(prefill.generate(submit)) as tokens:
                 async for progress in tokens:
                     computed = progress.sampled is not None
+                    if computed and progress.spent_s:
+                        self._router.note_computed(prefill, progress)
         return computed
 
 
@@ -284,6 +296,8 @@ class Router:
         self.links: list[InstanceLink] = []
         self.pairs = PairTable()
         self.retries = 0
+        self.counts: dict[InstanceLink, RequestCounts] = {}
+        """Since each instance was added."""
         self._fleet = Fleet(salt=salt)
         self._at: dict[str, InstanceLink] = {}
         """The instance that answers each request."""
@@ -301,6 +315,7 @@ class Router:
 
     def add(self, link: InstanceLink) -> None:
         self.links.append(link)
+        self.counts[link] = RequestCounts()
         self._fleet.add(link)
         link.on_load = self._fleet.note_load
         link.on_standing = self._note_standing
@@ -311,6 +326,7 @@ class Router:
 
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
+        del self.counts[link]
         self.pairs.remove(link)
         self._fleet.remove(link)
 
@@ -421,6 +437,7 @@ class Router:
                         elif not begun and prefill is not None:
                             # The handoff was not needed, or failed.
                             prefill.end()
+                        self._note_begun(link, progress, again=begun, handed=prefill is not None)
                         begun = True
                         yield progress
             except InstanceLost:
@@ -536,6 +553,20 @@ class Router:
     def _can_pair(self, prefill: InstanceLink, decode: InstanceLink) -> bool:
         same = self.weights_of(prefill) == self.weights_of(decode)
         return same and self.pairs.can_use(prefill, decode)
+
+    def note_computed(self, prefill: InstanceLink, first: Output) -> None:
+        """A prefill instance has computed a prompt."""
+        if (counts := self.counts.get(prefill)) is not None:
+            counts.computed += 1
+            counts.waited_s += first.spent_s[0]
+
+    def _note_begun(self, link: InstanceLink, first: Output, *, again: bool, handed: bool) -> None:
+        """An instance has begun to answer a request, unless it did so `again`."""
+        counts = self.counts.get(link)
+        if counts is not None and first.spent_s and not again:
+            counts.begun += 1
+            counts.handed += handed
+            counts.waited_s += first.spent_s[0]
 
     def note_failure(self, prefill: InstanceLink) -> None:
         """A prefill instance did not compute a prompt that it was sent."""

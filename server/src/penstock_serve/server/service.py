@@ -123,6 +123,8 @@ class Service:
         loop.add_reader(self._listener.descriptor, self._accept)
         # The descriptor does not show what arrived before the reader was added.
         loop.call_soon(self._accept)
+        if self.server.balancer is not None:
+            self.server.balancer.start()
         if not self._expected:
             self._progress.waiting(self._address, self.instance_address)
 
@@ -135,6 +137,8 @@ class Service:
         loop.remove_reader(self._listener.descriptor)
         if self._alarm is not None:
             self._alarm.cancel()
+        if self.server.balancer is not None:
+            self.server.balancer.stop()
         for link in list(self.router.links):
             link.close()
         self.router.pairs.close()
