@@ -28,6 +28,8 @@ from lab.bench.peer import VllmPeer
 from lab.bench.peer_blocks import ROUNDS as PEER_BLOCK_ROUNDS
 from lab.bench.peer_blocks import run_peer_blocks
 from lab.bench.report import BenchReport
+from lab.bench.roles import SEEDS as ROLE_SEEDS
+from lab.bench.roles import run_rates, run_served
 from lab.bench.router import ENGINES as ROUTER_ENGINES
 from lab.bench.router import run_router
 from lab.bench.sglang import PROMPTS as SGLANG_PROMPTS
@@ -408,6 +410,27 @@ def bench_router(
 ) -> None:
     """Measure the router: decisions, requests and events, with up to a thousand instances."""
     run_router(report, engines=_counts(engines, option="--engines"))
+
+
+@bench("roles")
+def bench_roles(
+    report: BenchReport,
+    *,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Simulated loads.")] = ROLE_SEEDS,
+    served: Annotated[
+        float,
+        typer.Option(
+            "--served",
+            metavar="SECONDS",
+            min=0,
+            help="Also serve a model, with phases of so many seconds; 0: do not.",
+        ),
+    ] = 0.0,
+) -> None:
+    """Measure changes of roles by load, beside fixed splits: simulated, and served on CPUs."""
+    run_rates(report, seeds=seeds)
+    if served:
+        run_served(report, phase_s=served)
 
 
 @bench("vllm")
