@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import penstock
 from penstock.errors import UnavailableError
 from penstock.movers import compiled
 
@@ -106,6 +107,26 @@ def test_a_library_that_cannot_be_loaded_is_named(folder: Path) -> None:
 
     with pytest.raises(UnavailableError, match=f"cannot be loaded: .*Remove {folder}/compiled-"):
         compiled.load_library()
+
+
+def test_what_needs_it_cannot_be_imported_without_it(tmp_path: Path) -> None:
+    kept = shutil.ignore_patterns("compiled-*", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "penstock", ignore=kept)
+    alone = {**os.environ, "PYTHONPATH": os.fspath(tmp_path), "PATH": os.fspath(tmp_path)}
+    alone.pop("CC", None)
+
+    ended = subprocess.run(
+        [sys.executable, "-c", "import penstock; print(penstock.__version__); penstock.Cache"],
+        env=alone,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout) == (1, f"{penstock.__version__}\n")
+    error = ended.stderr.splitlines()[-1]
+    assert error.startswith("penstock.errors.UnavailableError: Penstock's compiled code is not in")
 
 
 @needs_compiler

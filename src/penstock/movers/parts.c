@@ -911,20 +911,17 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
 }
 
 /* The seeds of keys that lie one after the other: sums of a prefix and each key, as `checksums.py`
-   defines them. In Python they take longer than all other work on a batch. Returns how many it
-   wrote: none if the keys are too long. */
-int64_t penstock_seeds(const uint8_t *prefix, int64_t prefix_bytes, const uint8_t *keys,
-                       int64_t key_bytes, int64_t count, uint64_t *seeds)
+   defines them. In Python they take longer than all other work on a batch. `calls.py` checks that
+   both together are no longer than SHORT_BYTES. */
+void penstock_seeds(const uint8_t *prefix, int64_t prefix_bytes, const uint8_t *keys,
+                    int64_t key_bytes, int64_t count, uint64_t *seeds)
 {
     uint8_t input[SHORT_BYTES];
-    if (prefix_bytes + key_bytes > SHORT_BYTES)
-        return 0;
     memcpy(input, prefix, (size_t)prefix_bytes);
     for (int64_t n = 0; n < count; n++) {
         memcpy(input + prefix_bytes, keys + n * key_bytes, (size_t)key_bytes);
         seeds[n] = xxh3_short(input, prefix_bytes + key_bytes, 0);
     }
-    return count;
 }
 
 /* Copies packed blocks out of memory that another process may write meanwhile, and sums the copies:

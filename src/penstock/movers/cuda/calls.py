@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 DRIVER = "libcuda.so.1"
+SEED_INPUT_BYTES_MAX = 240
+"""A prefix and a key; `SHORT_BYTES` in `parts.c` is the same number."""
 
 
 class CallsLibrary:
@@ -64,7 +66,7 @@ class CallsLibrary:
         number = ctypes.c_int64
         given = (ctypes.c_char_p, number, ctypes.c_char_p, number, number, ctypes.c_void_p)
         self._seeds.argtypes = given
-        self._seeds.restype = number
+        self._seeds.restype = None
 
     def make(self, words: array[int]) -> None:
         """Makes the calls that were written down.
@@ -93,9 +95,10 @@ class CallsLibrary:
         joined = b"".join(keys)
         if len(joined) != key_bytes * len(keys):
             raise ValueError("keys have different lengths, must have one")
-        written = self._seeds(prefix, len(prefix), joined, key_bytes, len(keys), address)
-        if written != len(keys):
-            raise ValueError(f"keys have {key_bytes} bytes, which is too long")
+        most = SEED_INPUT_BYTES_MAX - len(prefix)
+        if key_bytes > most:
+            raise ValueError(f"keys have {key_bytes} bytes, must have at most {most}")
+        self._seeds(prefix, len(prefix), joined, key_bytes, len(keys), address)
 
     def parameter_count(self, function: int) -> int:
         """How many parameters a kernel takes, hidden ones included."""
