@@ -340,6 +340,22 @@ def test_what_is_no_notice_is_refused_and_counted(target: SharedTarget, message:
     connection.close()
 
 
+def test_a_writer_of_garbage_does_not_keep_others_waiting(
+    target: SharedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "NOTICES_AT_ONCE", 4)
+    connection = call(decode_description(target.open_area("rank 0", 100).description))
+    target.notices()
+
+    for _ in range(10):
+        connection.send(b"\x03garbage")
+    found = target.notices()
+
+    assert found == []
+    assert target.refused == {"garbage": 4}
+    connection.close()
+
+
 def test_a_closed_connection_is_no_fence(target: SharedTarget) -> None:
     """The process lives, and may have kept the memory."""
     area = target.open_area("rank 0", 100)

@@ -97,7 +97,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet.
 CALLERS_MAX = 64
 """How many connections without a token may be open; older ones are closed."""
 NOTICES_AT_ONCE = 256
-"""How many notices of one area are taken before the others have their turn."""
+"""How many messages of one writer are taken before the others have their turn."""
 
 _TRUNCATED = int(socket.MSG_TRUNC)
 _log = logging.getLogger(__name__)
@@ -455,7 +455,7 @@ class SharedTarget(AreaBooks[SharedArea]):
 
     def _take(self, area: SharedArea, connection: socket.socket) -> list[bytes]:
         found: list[bytes] = []
-        while len(found) < NOTICES_AT_ONCE:
+        for _ in range(NOTICES_AT_ONCE):
             try:
                 length, _, flags, _ = connection.recvmsg_into([self._room])
             except BlockingIOError:
