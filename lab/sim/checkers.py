@@ -132,10 +132,13 @@ class KvReader:
         """Tiers and blocks that the last event made matchable there."""
         self.removed_now: set[str] = set()
         """Tiers that blocks left with the last event."""
+        self._targets: set[int] = set()
+        """Tiers that it began copies to: blocks may leave for these."""
 
-    def follow(self, event: ev.Event) -> None:
+    def follow(self, event: ev.Event, effects: Sequence[Effect]) -> None:
         """Reads what one event of the cache brought."""
         self._handled += 1
+        self._targets = {effect.target for effect in effects if isinstance(effect, Copy)}
         self.stored_now.clear()
         self.removed_now.clear()
         events = self._world.machine.take_kv_events()
@@ -207,7 +210,8 @@ class KvReader:
             if key not in blocks:
                 raise SimulationError("kv events", f"{change.tier} lost a block it did not have")
             del blocks[key]
-        if isinstance(event, ev.TierOn) and event.kept:
+        makes_room = self._tiers[change.tier].index in self._targets
+        if isinstance(event, ev.TierOn) and event.kept and not makes_room:
             raise SimulationError("usefulness", f"{change.tier} came back whole, but lost blocks")
         if type(event) in _LOSING_EVENTS:
             return

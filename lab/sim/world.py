@@ -179,7 +179,7 @@ class World:
         for effect in effects:
             for react in self._reactions.get(type(effect), ()):
                 react(effect)
-        self.kv.follow(event)
+        self.kv.follow(event, effects)
         if type(event) in _QUIETING:
             self.ranks.check_quiet_copies_are_closed()
         elif type(event) is ev.Tick:
