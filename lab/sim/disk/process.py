@@ -128,8 +128,10 @@ class WatchedTier(DiskTier):
 
         def watched_forget(digest: int, segment: DiskSegment, slot: int) -> bool:
             self._truth.tainted.discard(digest)
+            # Before the load that found it is reported, other blocks may be written there.
+            spoilt = self._disk.is_spoilt(*self.place_of(digest))
             for ticket, unsure in self._unsure.items():
-                if isinstance(self._in_hand[ticket], SaveJob):
+                if spoilt or isinstance(self._in_hand[ticket], SaveJob):
                     unsure.add(digest)
             return forget(digest, segment, slot)
 
