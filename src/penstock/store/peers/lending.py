@@ -18,7 +18,7 @@ from penstock.store.peers.messages import FOUND, MISSING
 from penstock.store.shared.values import EngineGeometry, fill_fronts, piece_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -81,17 +81,28 @@ class ValuesToCopy:
         sizes = [found.block_bytes] * len(chosen)
         fill_fronts(self._fronts, lender.space, found, chosen, none, lender.salt, sums, sizes)
 
-    def copy(self, place: int, spans: Sequence[Span], target: NDArray[np.uint8]) -> int:
-        """Copies spans of the value at a place of `there`; how many bytes."""
-        at, front_bytes = 0, self.piece.front_bytes
+    def all_of(self, spans: Sequence[Span]) -> Iterator[NDArray[np.uint8]]:
+        """Spans of all values that are there, one after the other."""
+        for place in range(len(self.there)):
+            yield from self._spans_of(place, spans)
+
+    def _spans_of(self, place: int, spans: Sequence[Span]) -> Iterator[NDArray[np.uint8]]:
+        """Spans of the value at a place of `there`, where they lie."""
+        front, block = self._fronts[place], self._blocks[place]
         for start, length in spans:
-            head = max(0, min(length, front_bytes - start))
-            target[at : at + head] = self._fronts[place, start : start + head]
-            first = start + head - front_bytes
-            rest = length - head
-            target[at + head : at + length] = self._blocks[place][first : first + rest]
-            at += length
-        return at
+            head = max(0, min(length, len(front) - start))
+            if head:
+                yield front[start : start + head]
+            if head < length:
+                first = start + head - len(front)
+                yield block[first : first + length - head]
+
+    def copy(self, place: int, spans: Sequence[Span], target: NDArray[np.uint8]) -> None:
+        """Copies spans of the value at a place of `there`."""
+        at = 0
+        for each in self._spans_of(place, spans):
+            target[at : at + len(each)] = each
+            at += len(each)
 
     def still_there(self) -> list[bool]:
         """Which of the keys lie where they did; the caller keeps the lender as it is meanwhile."""

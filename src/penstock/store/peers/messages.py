@@ -12,7 +12,8 @@ names what is not there is answered so.
 
 from __future__ import annotations
 
-from typing import Annotated
+import struct
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -34,6 +35,11 @@ SPANS_MAX = 1 << 14
 layer and head."""
 ANSWER_BYTES = 4 << 20
 """What a request asks for at most; a frame has room for four of them."""
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES)]
@@ -129,3 +135,13 @@ frames: FrameCodec[AnyPeerMessage] = FrameCodec(
     mark=b"PP",
     name="a message of a peer",
 )
+_NO_BYTES, _BYTES = b"\xc4\x00", struct.Struct(">BI")
+"""No bytes in MessagePack, with which a message without content ends; what begins many."""
+
+
+def read_frame(number: int, found: bytes, content: Iterable[NDArray[np.uint8]]) -> bytes:
+    """The frame of a `BlocksRead`: each byte of its content is copied once."""
+    head = frames.encode(BlocksRead(number, found, memoryview(b"")))
+    parts = [each.data for each in content]
+    size = sum(map(len, parts))
+    return b"".join((head.removesuffix(_NO_BYTES), _BYTES.pack(0xC6, size), *parts))

@@ -44,6 +44,7 @@ from penstock.store.peers.messages import (
     PeerHello,
     ReadBlocks,
     frames,
+    read_frame,
 )
 from penstock.store.peers.near import ArenaDoor, NearPeer
 from penstock.store.shared.values import piece_of
@@ -464,23 +465,31 @@ class PeerNetwork:
             requests = talk.conversation.requests
             request = requests.popleft() if requests else None
         if request is not None:
-            yield frames.encode(self._read(request))
+            yield self._read(request)
 
-    def _read(self, request: ReadBlocks) -> BlocksRead:
-        """The answer to a peer that reads."""
+    def _read(self, request: ReadBlocks) -> bytes:
+        """The answer to a peer that reads, as a frame."""
         whole, rest = divmod(len(request.keys), KEY_BYTES)
         size = sum(length for _, length in request.spans)
         if rest or not whole or not 0 < whole * size <= ANSWER_BYTES:
             raise PeerError(f"it reads {len(request.keys)} bytes of keys, {size} bytes of each")
         keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
-        space = Space(request.space, request.generation)
-        content = np.empty(whole * size, dtype=np.uint8)
-        found = self.read_here(
-            space, request.piece, keys, request.spans, content.reshape(whole, size)
-        )
-        if not all(found):  # Rows of others were never written: what they hold is ours alone.
-            content = content.reshape(whole, size)[found].reshape(-1)
-        return BlocksRead(request.number, answer(found), content.data)
+        wanted = (Space(request.space, request.generation), request.piece, keys, request.spans)
+        for lender, values in self._look_up(*wanted):
+            if len(values.there) == whole:
+                found = [True] * whole
+                frame = read_frame(request.number, answer(found), values.all_of(request.spans))
+                if self._is_there(lender, values) == found:
+                    return frame
+        content = np.empty((whole, size), dtype=np.uint8)
+        found = self.read_here(*wanted, content)
+        # Rows of others were never written: what they hold is ours alone.
+        return read_frame(request.number, answer(found), [content[found].reshape(-1)])
+
+    def _is_there(self, lender: Lender, values: ValuesToCopy) -> list[bool]:
+        """Which values lie where they did; empty if their engine lends nothing any more."""
+        with self.lock:
+            return values.still_there() if lender in self.books.lendings.lenders else []
 
     def read_here(
         self,
@@ -495,8 +504,7 @@ class PeerNetwork:
         for lender, values in self._look_up(space, piece, keys, spans):
             for place, at in enumerate(values.there):
                 values.copy(place, spans, target[at])
-            with self.lock:
-                there = values.still_there() if lender in self.books.lendings.lenders else []
+            there = self._is_there(lender, values)
             found = [a or b for a, b in zip(found, there or found, strict=True)]
         return found
 
