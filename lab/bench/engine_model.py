@@ -131,8 +131,12 @@ class Model:
         load_gate: str = "measured",
         layer_wise: str = "off",
         disk: Path | None = None,
+        below: str = "",
     ) -> Iterator[Engine]:
-        """An engine on this model; with `host_blocks`, it has a host tier, and `disk` below it."""
+        """An engine on this model; with `host_blocks`, it has a host tier, and `disk` below it.
+
+        Or another tier, whose keys `below` has.
+        """
         kv = allocate_kv(
             self.architecture,
             self.share,
@@ -143,7 +147,8 @@ class Model:
         )
         host = f'{{ name = "host", kind = "host", blocks = {host_blocks}, required = true }}'
         keys = 'kind = "disk", gib = 32, write = "write_through"'
-        below = f', {{ name = "disk", path = "{disk}", {keys} }}'
+        if disk is not None:
+            below = f'name = "disk", path = "{disk}", {keys}'
         config = penstock.parse_config(
             f"""
             version = 1
@@ -153,7 +158,7 @@ class Model:
             cache.blocks = {blocks}
             cache.load_gate = "{load_gate}"
             cache.layer_wise = "{layer_wise}"
-            tiers = [{host if host_blocks else ""}{below if disk else ""}]
+            tiers = [{host if host_blocks else ""}{f", {{ {below} }}" if below else ""}]
             """
         )
         tier = kv_tier(self.architecture, self.share, kv, block_tokens=block_tokens)

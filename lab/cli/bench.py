@@ -611,9 +611,26 @@ def bench_peers(report: BenchReport, *, rounds: RoundsOption = PAIR_ROUNDS) -> N
 
 
 @bench("peer-blocks")
-def bench_peer_blocks(report: BenchReport, *, rounds: RoundsOption = PEER_BLOCK_ROUNDS) -> None:
-    """Measure a prefix out of another engine's host memory, beside Redis and a plain copy."""
-    run_peer_blocks(report, rounds=rounds)
+def bench_peer_blocks(
+    report: BenchReport,
+    *,
+    rounds: RoundsOption = PEER_BLOCK_ROUNDS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="PARTS", help="By comma: rates, first-token.")
+    ] = "",
+) -> None:
+    """Measure a prefix out of another engine's host memory, beside Redis and computing it."""
+    parts = _names("--only", only, ("rates", "first-token"))
+    if "rates" in parts:
+        run_peer_blocks(report, rounds=rounds)
+    if "first-token" in parts:
+        try:
+            from lab.bench.peer_first_token import run_peer_first_token  # noqa: PLC0415
+        except ImportError as error:
+            raise UnavailableError(
+                f"bench peer-blocks --only first-token needs torch: {install_hint('torch')}"
+            ) from error
+        run_peer_first_token(report, rounds=rounds)
 
 
 @bench("interference")

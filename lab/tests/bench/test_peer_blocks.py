@@ -26,3 +26,17 @@ def test_every_side_brings_all_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = report.document().rows
     assert {row.side for row in rows} == set(SIDES)
     assert all(row.median > 0 for row in rows)
+
+
+@pytest.mark.long
+def test_a_prefix_of_a_peer_and_of_a_redis_is_found_and_timed() -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    run_peer_first_token = pytest.importorskip("lab.bench.peer_first_token").run_peer_first_token
+    report = BenchReport(version="0", command="bench peer-blocks")
+
+    run_peer_first_token(report, rounds=1, tokens=512)
+
+    rows = report.document().rows
+    assert {row.side for row in rows} == {"computed", "redis", "peers"}
+    assert all(row.median > 0 for row in rows)
