@@ -1,7 +1,7 @@
 """A prefix from the host memory of another engine, beside Redis and a plain copy over TCP.
 
 All are on loopback, and bring the same bytes into an arena: 128 MiB, which is a thousand tokens of
-an 8B model.
+an 8B model. CPU time is that of both ends: it says on a busy machine, too, which one takes less.
 
 | side         | what it does                                                        |
 |--------------|---------------------------------------------------------------------|
@@ -67,28 +67,41 @@ def run_peer_blocks(
             count = total_bytes // block_bytes
             sides = _sides(Path(made), block_bytes, count, stack)
             rates: dict[str, list[float]] = {side: [] for side in SIDES}
+            costs: dict[str, list[float]] = {side: [] for side in SIDES}
             for number in range(-1, rounds):  # The first one makes pages and connections.
                 report.progress(f"{size}: round {number + 1} of {rounds}")
                 for side in SIDES if number % 2 else SIDES[::-1]:
                     with collector_paused():
-                        began = time.perf_counter()
+                        began, cpu_s = time.perf_counter(), _cpu_s()
                         sides[side]()
-                        took_s = time.perf_counter() - began
+                        took_s, cpu_s = time.perf_counter() - began, _cpu_s() - cpu_s
                     if number >= 0:
                         rates[side].append(count * block_bytes / took_s / 1e9)
-        for side, found in rates.items():
-            report.add_row(
-                bench="peer-blocks",
-                side=side,
-                params={"block": size},
-                metric="rate",
-                unit="GB/s",
-                summary=summarize(found),
-            )
+                        costs[side].append(cpu_s / (count * block_bytes / 1e9))
+        for metric, unit, values in (("rate", "GB/s", rates), ("CPU time", "s/GB", costs)):
+            for side, found in values.items():
+                report.add_row(
+                    bench="peer-blocks",
+                    side=side,
+                    params={"block": size},
+                    metric=metric,
+                    unit=unit,
+                    summary=summarize(found),
+                )
         for side in SIDES[1:]:
             ratios = [mine / plain for mine, plain in zip(rates[side], rates["tcp"], strict=True)]
             name = f"{size}, {side}: rate of a plain copy kept"
             report.add_ratio(name, summarize(ratios).median, at_least=KEPT_MIN)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and those that it has started: who lends, and the Redis."""
+    total_ns = 0
+    processes = ["self", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    for process in processes:
+        for task in Path(f"/proc/{process}/task").iterdir():
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
 
 
 def _sides(

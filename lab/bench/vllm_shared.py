@@ -7,10 +7,8 @@
 | `lmcache redis`     | a Redis, each through its own LMCache server (its multiprocess mode)   |
 | `penstock mooncake` | a Mooncake Store, whose memory another process lends                   |
 | `vllm mooncake`     | a Mooncake Store, through vLLM's own MooncakeStoreConnector            |
-| `penstock peers`    | the host memory of the first, which the second one maps                |
 
-The first replica of a side computes prompts, stores them and is killed, one side after the other;
-that of `penstock peers` keeps them, and is idle from then on.
+The first replica of a side computes prompts, stores them and is killed, one side after the other.
 Then the second replicas of all sides run together, and are asked for a prompt in turns: seconds to
 the first token. Load-or-recompute is off, so that Penstock loads whatever is quicker.
 
@@ -32,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.bench.measure import summarize
 from lab.bench.store_servers import StoreServers, values_in_mooncake, values_in_redis
-from lab.bench.vllm_child import BLOCK_TOKENS, free_port
+from lab.bench.vllm_child import BLOCK_TOKENS
 from lab.bench.vllm_engine import START_S, EngineProcess, ending_in_order
 from lab.bench.vllm_model import HandoffModel
 from lab.bench.vllm_shared_child import TAIL_TOKENS
@@ -100,9 +98,7 @@ class SharingSide:
     """What its replicas are told."""
     variables: dict[str, str] = field(default_factory=dict)
     count: Callable[[], int] | None = None
-    """How many values its store holds; `None`: nothing is stored."""
-    first: EngineProcess | None = None
-    """The first replica, if it is needed to the end."""
+    """How many values its store holds."""
     computed: list[dict[str, float]] = field(default_factory=list)
     found: list[dict[str, float]] = field(default_factory=list)
 
@@ -113,9 +109,6 @@ class SharingSide:
             UnavailableError: it does not start.
         """
         reported = {"model": str(self.plan.model), "blocks": self.plan.blocks, **self.reported}
-        reported.setdefault("host_blocks", 2 * self.plan.blocks)
-        if "stores" in reported:
-            reported["store"] = reported.pop("stores")[number - 1]
         if self.name == "lmcache redis":
             memory_gib = max(1.0, 2 * self.plan.stored_mib / 1024)
             reported["port"] = self.servers.start_lmcache(
@@ -155,12 +148,8 @@ def run_vllm_shared(
             try:
                 _require_packages(python, NEEDS[name])
                 PREPARE[name](side)
-                if side.count is not None:
+                if name != RECOMPUTE:
                     _store(side, report)
-                elif name != RECOMPUTE:
-                    side.first = side.start_replica(1)
-                    stack.callback(side.first.close)
-                    _compute(side, side.first)
             except UnavailableError as problem:
                 _tell_absent(report, name, problem)
             else:
@@ -187,7 +176,9 @@ def _store(side: SharingSide, report: BenchReport) -> None:
     report.progress(f"{side.name}: the first replica starts")
     replica = side.start_replica(1)
     try:
-        _compute(side, replica)
+        _wait_until_on(replica)
+        for seed in range(side.plan.prompts):
+            side.computed.append(replica.ask([seed, side.plan.tokens + TAIL_TOKENS]))
         stored, grown_at = -1, time.monotonic()
         deadline = time.monotonic() + STORED_S
         while (now := time.monotonic()) < min(deadline, grown_at + QUIET_S):
@@ -201,23 +192,6 @@ def _store(side: SharingSide, report: BenchReport) -> None:
     report.progress(f"{side.name}: the first replica has stored {stored} values")
     if not stored:
         raise UnavailableError("the first replica stored nothing")
-
-
-def _compute(side: SharingSide, replica: EngineProcess) -> None:
-    """The first replica computes prompts."""
-    _wait_until_on(replica)
-    for seed in range(side.plan.prompts):
-        side.computed.append(replica.ask([seed, side.plan.tokens + TAIL_TOKENS]))
-
-
-def _wait_until_listed(side: SharingSide, first: EngineProcess, replica: EngineProcess) -> None:
-    """Waits until the second replica knows of all that the first one has in host memory."""
-    deadline = time.monotonic() + STORED_S
-    while replica.ask([NUDGE_SEED, 1])["listed"] < side.plan.prompts * side.plan.blocks:
-        if time.monotonic() > deadline:
-            raise UnavailableError(f"the first replica did not list its blocks in {STORED_S:g} s")
-        first.ask([NUDGE_SEED, 1])
-        first.require_running(NUDGE_S)
 
 
 def _wait_until_on(replica: EngineProcess) -> None:
@@ -242,8 +216,6 @@ def _ask_in_turns(
             try:
                 replicas[side.name] = side.start_replica(2)
                 _wait_until_on(replicas[side.name])
-                if side.first is not None:
-                    _wait_until_listed(side, side.first, replicas[side.name])
             except UnavailableError as problem:
                 _tell_absent(report, side.name, problem)
                 left.remove(side)
@@ -377,22 +349,12 @@ def _prepare_mooncake(side: SharingSide) -> None:
     side.variables = {"MOONCAKE_CONFIG_PATH": str(file)}
 
 
-def _prepare_peers(side: SharingSide) -> None:
-    places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    tier = 'kind = "peers"\nlisten = "{}"\npeers = "{}"'
-    stores = [tier.format(place, ",".join(places)) for place in places]
-    # The first one has to hold all of them.
-    host_blocks = (side.plan.prompts + 2) * side.plan.blocks
-    side.reported = {"stores": stores, "host_blocks": host_blocks}
-
-
 PREPARE: dict[str, Callable[[SharingSide], None]] = {
     RECOMPUTE: _prepare_nothing,
     "penstock redis": _prepare_redis,
     "lmcache redis": _prepare_redis,
     "penstock mooncake": _prepare_mooncake,
     "vllm mooncake": _prepare_mooncake,
-    "penstock peers": _prepare_peers,
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     RECOMPUTE: ("vllm",),
@@ -400,7 +362,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "lmcache redis": ("vllm", "lmcache"),
     "penstock mooncake": ("vllm", "penstock", "mooncake"),
     "vllm mooncake": ("vllm", "mooncake"),
-    "penstock peers": ("vllm", "penstock"),
 }
 """Packages of its environment."""
 SIDES = tuple(PREPARE)

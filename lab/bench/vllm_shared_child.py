@@ -4,7 +4,7 @@
 
 It says `ready`, then answers every line on standard input, a prompt as `[seed, tokens]`, with a
 line of JSON behind `ROUND `: the seconds to its first token, how many of its tokens were cached,
-the log-probability of that token, whether the store was in use then, and its blocks.
+the log-probability of that token, and whether the store was in use then.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -32,8 +32,6 @@ TAIL_TOKENS = 16
 with the block that it lies in."""
 BATCH_TOKENS = 2048
 STORE_IS_ON = "vllm:penstock_disk_on"
-STORED_BLOCKS = "vllm:penstock_disk_blocks_saved"
-"""Or those that peers have listed."""
 TOML = """
 version = 1
 model = {{ name = "bench", weights_version = "1" }}
@@ -54,9 +52,9 @@ of how long a load takes."""
 
 def transfer_of(asked: dict[str, Any]) -> dict[str, Any] | None:
     """What vLLM is told about connectors."""
-    side = asked["side"]
+    side, blocks = asked["side"], asked["blocks"]
     if side.startswith("penstock"):
-        return penstock_connector(TOML.format(blocks=asked["host_blocks"], store=asked["store"]))
+        return penstock_connector(TOML.format(blocks=2 * blocks, store=asked["store"]))
     if side == "vllm mooncake":
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     if side == "lmcache redis":
@@ -90,7 +88,6 @@ def ask(llm: Any, seed: int, tokens: int) -> dict[str, float]:
         "cached": out.num_cached_tokens,
         "logprob": chosen.logprob,
         "on": store_is_on(llm),
-        "listed": sum(each.value for each in llm.get_metrics() if each.name == STORED_BLOCKS),
     }
 
 
