@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.store.process.client import EmbeddedStore
 from penstock.store.process.link import StoreBack, StoreLost
-from penstock.store.process.sessions import connect_store
+from penstock.store.process.sessions import StoreListener, connect_store
+from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
 from tests.store.store_lab import PATIENCE_S, SPACE, StoreEngine, StoreProcess, is_readable
 
@@ -62,6 +64,24 @@ def test_it_is_started_where_nobody_listens_and_ends_with_its_engine(
 
     assert not pid_of(config)
     assert not Path(config.socket).exists()
+
+
+def test_one_that_finds_another_process_serving_ends_without_a_warning(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines have lost a store process, and both start one."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with closing(StoreListener.open(Path(config.socket))):
+        store = EmbeddedStore(config, "tests.store.memory_tier")
+        store.start(time.monotonic())
+        deadline = time.monotonic() + PATIENCE_S
+        while store._runs or store._asked_at is not None:  # Until it has ended.
+            assert wait_readable(store.descriptor, deadline)
+            store.poll()
+        store.close(time.monotonic() + PATIENCE_S)
+
+    assert store.why == ""
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []
 
 
 def test_it_is_started_again_whenever_it_was_killed(

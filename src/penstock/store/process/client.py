@@ -32,6 +32,7 @@ import msgspec
 from penstock.errors import PeerError, UnavailableError
 from penstock.logs import is_json, level_asked_for
 from penstock.store.process.messages import (
+    BUSY,
     FOLDER_FAILED,
     FRAME_BYTES_MAX,
     ArenaMapped,
@@ -366,6 +367,8 @@ class EmbeddedStore(EmbeddedProcess):
         )
 
     def _why_ended(self, exited: ProcessExited) -> str:
+        if exited.code == BUSY:
+            return self.why  # Nothing is wrong: that of another engine serves.
         if exited.code is not None and exited.code > FOLDER_FAILED:
             problem = os.strerror(exited.code - FOLDER_FAILED)
             return f"folder {self._folder} cannot be used: {problem}"

@@ -412,6 +412,8 @@ def arena_name(fd: int) -> str:
 
 # The configuration of the process.
 
+BUSY = 3
+"""The exit status of a process that found another one serving its socket."""
 FOLDER_FAILED = 64
 """Its exit status where the socket's folder is of no use, plus the number of the system's error."""
 

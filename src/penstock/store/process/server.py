@@ -33,6 +33,7 @@ from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
 from penstock.store.base import LentBlocks, LoadJob, MappedArena, NewGeneration, SaveJob, Space
 from penstock.store.process.messages import (
+    BUSY,
     PAGE_KEYS_MAX,
     AbandonRequest,
     AnyStoreRequest,
@@ -104,8 +105,6 @@ CLOSE_S = 5.0
 """How long the tiers may take to end what is in hand when the process is to end."""
 
 ENDED = 0
-BUSY = 3
-"""The status of a process that found another one serving its socket."""
 
 
 def serve_store(
