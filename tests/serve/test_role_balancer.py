@@ -132,7 +132,7 @@ def test_an_instance_gets_the_role_that_lacks_one_and_it_is_said_why(
         world = Balanced(router, [*instances])
 
         with caplog.at_level(logging.INFO, "penstock.serve.balance"):
-            await world.look(20)
+            await world.look(14)
 
         assert world.roles == ["prefill", "prefill", "prefill", "decode", "decode"]
         assert ("decode-0", ms.SetRole(role="prefill")) in world.told

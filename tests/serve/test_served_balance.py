@@ -20,7 +20,7 @@ version = 1
 model.name = "small-model"
 cache = { blocks = 512, block_tokens = 8 }
 engine = { step_requests = 4, threads = 1 }
-serve = { prefill = 2, decode = 2, balance_s = 2.0 }
+serve = { prefill = 2, decode = 2, balance_s = 6.0 }
 """
 CLIENTS = 10
 MORE_ANSWERS = 60

@@ -35,6 +35,8 @@ FULL = 0.5
 """A role whose instances are less in use than this lacks none."""
 WAIT_S = 0.05
 """Prompts that wait for a shorter time do not need another split."""
+WINDOW = 0.5
+"""What is older than this part of the pace counts little."""
 COUNT_MIN = 3.0
 """Of fewer prompts, their costs are not known."""
 FAILED_PAUSES = 4
@@ -162,11 +164,11 @@ class RoleBalance:
         before, self._at = self._at, at
         if math.isnan(before):
             # At first, answers count that have taken little of their room yet.
-            self._quiet_until = at + 2 * self.pace_s
+            self._quiet_until = at + self.pace_s
             return
         past_s = max(0.0, at - before)
         for role, sums in self._sums.items():
-            sums.fade(math.exp(-past_s / self.pace_s))
+            sums.fade(math.exp(-past_s / (WINDOW * self.pace_s)))
             for work in works:
                 if work.role != role or not work.settled:
                     continue
