@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -17,10 +18,10 @@ import pytest
 from lab.fixtures.store_tier_suite import WAIT_S
 from penstock.cache.operations import BlockFault
 from penstock.config.shared_stores import PeerSettings
-from penstock.errors import UnavailableError
+from penstock.errors import PeerError, UnavailableError
 from penstock.store.base import DIGEST_BYTES, LentBlocks
 from penstock.store.clients.blobs import NotKeptError
-from penstock.store.peers import network
+from penstock.store.peers import near, network
 from penstock.store.peers.blobs import PeerBlobs
 from penstock.store.peers.messages import (
     FOUND,
@@ -32,7 +33,7 @@ from penstock.store.peers.messages import (
     Resets,
     frames,
 )
-from penstock.store.peers.near import ArenaShown, shown
+from penstock.store.peers.near import ArenaDoor, ArenaShown, NearPeer, shown
 from penstock.store.peers.tier import PeerTier
 from penstock.store.shared.generations import Lineage
 from penstock.store.shared.values import generation_name, piece_of
@@ -679,3 +680,24 @@ def test_slots_that_an_arena_does_not_have_are_not_read(peers: Peers, tmp_path: 
 
         assert engine.faults_of(keys) == {BlockFault.MISSING}
         assert engine.tier.state().on
+
+
+def test_a_door_turns_away_whom_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "CALLERS_MAX", 1)
+    door = ArenaDoor(1)
+    try:
+        first, second = NearPeer(door.path, 1), NearPeer(door.path, 1)
+        first.ask(7)
+
+        assert [number for _, number in door.asked()] == [7]
+
+        assert not select.select(door.descriptors, [], [], 0)[0]
+        with pytest.raises(PeerError, match="closed"):
+            second.take()
+        assert first.take() is None
+        first.close()
+        second.close()
+    finally:
+        door.close()
+    with pytest.raises(UnavailableError, match="no arenas at"):
+        NearPeer(door.path, 1)

@@ -16,6 +16,7 @@ reset or sleeps, or its peer was lost.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -95,6 +96,8 @@ class ArenaDoor:
             self._listener.close()
             raise UnavailableError(f"no socket at {self.path}: {error.strerror}") from error
         self._callers: list[socket.socket] = []
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        """Given up for a moment where no descriptor is left to accept a caller with."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -103,16 +106,7 @@ class ArenaDoor:
 
     def asked(self) -> Iterable[tuple[socket.socket, int]]:
         """Who asks, for the arenas of which lender."""
-        while len(self._callers) < CALLERS_MAX:
-            try:
-                channel, _ = self._listener.accept()
-            except OSError:  # Nobody is there, or no descriptor is left.
-                break
-            channel.settimeout(0)
-            if socket_peer(channel).uid == os.getuid():
-                self._callers.append(channel)
-            else:
-                channel.close()
+        self._accept()
         for channel in list(self._callers):
             packet = receive_packet(channel, _NUMBER.size)
             if isinstance(packet, Packet):
@@ -121,6 +115,28 @@ class ArenaDoor:
                 yield channel, _NUMBER.unpack(packet.frame)[0]
             elif not isinstance(packet, Empty):
                 self._leave(channel)
+
+    def _accept(self) -> None:
+        """Lets callers in; whoever is turned away has blocks over the channel."""
+        while True:
+            try:
+                channel, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in {errno.EMFILE, errno.ENFILE, errno.ECONNABORTED}:
+                    raise
+                # Left alone, the next caller would wake the loop again and again.
+                os.close(self._spare)
+                with suppress(OSError):
+                    self._listener.accept()[0].close()
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                return
+            channel.settimeout(0)
+            if socket_peer(channel).uid == os.getuid() and len(self._callers) < CALLERS_MAX:
+                self._callers.append(channel)
+            else:
+                channel.close()
 
     def show(self, channel: socket.socket, lender: Lender) -> None:
         """Gives a caller the arenas of an engine."""
@@ -152,6 +168,7 @@ class ArenaDoor:
         for channel in (self._listener, *self._callers):
             channel.close()
         self._callers.clear()
+        os.close(self._spare)
         with suppress(FileNotFoundError):
             Path(self.path).unlink()
 
