@@ -86,6 +86,8 @@ RESOLVE_S = 5.0
 """How often names are looked up."""
 SLOW_S, SLOW_MAX_S = 1.0, 60.0
 """How long a peer is not asked that has not answered in time; doubled each time."""
+GREETING_S = 10.0
+"""How long who has dialled us may take to say who it is."""
 FRAMES_MAX = 64
 """Frames that are read of one peer before the others have their turn."""
 BLOCKED_S = 0.02
@@ -112,6 +114,7 @@ class _Talk:
 
     channel: ZmqChannel
     conversation: Conversation
+    opened_at: float
     address: str = ""
     """That was dialled; empty: the peer has dialled us."""
     to_ask: list[ReadBlocks] = field(default_factory=list)
@@ -340,7 +343,8 @@ class PeerNetwork:
 
     def _open(self, channel: ZmqChannel, address: str) -> _Talk:
         with self.lock:
-            talk = _Talk(channel, self.books.begin(reads=bool(address)), address)
+            begun = self.books.begin(reads=bool(address))
+            talk = _Talk(channel, begun, time.monotonic(), address)
             self._talks[talk.conversation] = talk
         return talk
 
@@ -349,12 +353,19 @@ class PeerNetwork:
         try:
             self._take_arenas(talk)
             self._receive(talk)
+            if talk.conversation.process is None and not talk.address:
+                self._require_greeting(talk)
             if talk.channel.is_open:
                 self._send(talk)
         except _NeedlessError:
             self._close(talk, "")
         except (PeerError, UnavailableError) as error:
             self._close(talk, str(error))
+
+    def _require_greeting(self, talk: _Talk) -> None:
+        # Until it is known who is there, no reset is kept. (Names are looked up more often.)
+        if time.monotonic() >= talk.opened_at + GREETING_S:
+            raise PeerError(f"it has not said who it is within {GREETING_S:g} s")
 
     def _receive(self, talk: _Talk) -> None:
         for _ in range(FRAMES_MAX):
