@@ -217,12 +217,12 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
     async def play(router: Router, one: Instance, two: Instance) -> None:
         two.keep(16)
         await settled()
-        tasks = [asyncio.create_task(answered(router, submit(f"r{n}"))) for n in range(2)]
+        tasks = [asyncio.create_task(answered(router, submit(f"r{n}"))) for n in range(3)]
         await settled()
-        assert (len(two.received()), len(one.received())) == (1, 1)
+        assert (len(two.received()), len(one.received())) == (2, 1)
 
         two.say(ms.CacheChanged(events=[AllCleared(sequence=2, epoch=1)]))
-        one.keep(16)
+        one.keep(20)
         await settled()
         tasks.append(asyncio.create_task(answered(router, submit("r9"))))
         await settled()
@@ -232,6 +232,62 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert ms.Abort(id="r9") in one.received()
+
+    played(play)
+
+
+def test_a_prompt_follows_one_that_is_being_computed_until_that_has_ended() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        other = Request(id="other", prompt=tuple(range(100, 140)), max_tokens=4)
+        tasks = [asyncio.create_task(answered(router, each)) for each in (submit("a"), other)]
+        await settled()
+        assert [said.id for said in one.received()] == ["a"]
+        assert [said.id for said in two.received()] == ["other"]
+
+        tasks.append(asyncio.create_task(answered(router, submit("b"))))
+        await settled()
+        assert [said.id for said in one.received()] == ["b"]
+
+        # It did not say that it kept anything.
+        for name in ("a", "b"):
+            one.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        two.say(Output(request="other", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        await asyncio.gather(*tasks)
+        two.keep(8)
+        await settled()
+        task = asyncio.create_task(answered(router, submit("c")))
+        await settled()
+        assert [said.id for said in two.received()] == ["c"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    played(play)
+
+
+def test_an_instance_with_a_long_prompt_to_compute_goes_after_one_that_decodes() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        long = Request(id="long", prompt=tuple(range(1000, 1400)), max_tokens=4)
+        tasks = [asyncio.create_task(answered(router, each)) for each in (long, submit("short"))]
+        await settled()
+        assert [said.id for said in one.received()] == ["long"]
+        assert [said.id for said in two.received()] == ["short"]
+
+        third, fourth = (
+            Request(id=name, prompt=tuple(range(2000, 2040)), max_tokens=4, reuse=False)
+            for name in ("third", "fourth")
+        )
+        # It would be the turn of the other one.
+        tasks.append(asyncio.create_task(answered(router, third)))
+        await settled()
+        assert [said.id for said in two.received()] == ["third"]
+        one.say(Output(request="long", answer=0, sampled=Sampled(1, 0.0)))
+        await settled()
+        tasks.append(asyncio.create_task(answered(router, fourth)))
+        await settled()
+        assert [said.id for said in one.received()] == ["fourth"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     played(play)
 

@@ -248,8 +248,8 @@ def test_prompts_that_wait_before_a_prefill_instance_send_the_next_one_elsewhere
 
         then = await sent(router, "b", "c")
 
-        # Two prompts before each, then those that are equal take turns.
-        assert (asked(one), asked(two)) == (["c/1"], ["b/1"])
+        # The same prompt again follows the one that is being computed.
+        assert (asked(one), asked(two)) == ([], ["b/1", "c/1"])
         await given_up(then)
 
     played(play, prefills=2)
@@ -430,7 +430,7 @@ def test_a_prefill_instance_that_fails_gets_less_to_do_for_a_while() -> None:
         assert (asked(one), asked(two), asked(decode)) == (["r/1"], ["r/2"], ["r"])
 
         tasks = await sent(router, "a", "b")
-        router.settings = RoutingTable(failed_s=0)
+        change_settings(router, RoutingTable(failed_s=0))
         tasks += await sent(router, "c")
 
         assert (asked(one), asked(two)) == (["c/1"], ["a/1", "b/1"])
@@ -443,7 +443,7 @@ def test_weights_of_the_choice_are_settings() -> None:
     async def play(router: Router, _prefill: Instance, near: Instance, far: Instance) -> None:
         near.keep(20)
         await settled()
-        router.settings = RoutingTable(cached_weight=0, equal_blocks=0)
+        change_settings(router, RoutingTable(cached_weight=0, equal_blocks=0))
 
         tasks = await sent(router, "a", "b")
 
@@ -451,6 +451,10 @@ def test_weights_of_the_choice_are_settings() -> None:
         await given_up(tasks)
 
     played(play, decodes=2)
+
+
+def change_settings(router: Router, settings: RoutingTable) -> None:
+    router.settings = router._fleet.weights = settings
 
 
 async def finished(router: Router, decode: Instance, name: str) -> None:
@@ -598,7 +602,11 @@ def test_a_pair_that_was_opened_again_is_in_use_when_a_request_of_before_ends() 
 def test_an_instance_never_has_more_pairs_open_than_it_may_have_when_a_peer_dies() -> None:
     async def play(router: Router, *instances: Instance) -> None:
         *prefills, decode = instances
-        tasks = await sent(router, "a", "b")
+        # Of another tenant: the same prompt would follow the first one.
+        tasks = await sent(router, "a")
+        other = submit("b", tenant="another")
+        tasks.append(asyncio.create_task(answered(router, other)))
+        await settled()
         pairs_in(decode)
 
         prefills[0].channel.fail("killed")

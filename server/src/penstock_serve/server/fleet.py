@@ -1,15 +1,16 @@
 """The instances as the router weighs them: what each has of a prompt, and how much it has in hand.
 
-Each instance has a bit, and what many have in common is one number: who has a block, who has three
-requests in hand, who computes prompts. So a choice among a thousand instances looks at some numbers
-of a thousand bits, and not at each instance.
+Each instance has a bit, and what many have in common is one number: who has a block, who is equally
+busy, who computes prompts. So a choice among a thousand instances looks at some numbers of a
+thousand bits, and not at each instance.
 
     leads = fleet.leads(prompt)                      # who has how many leading blocks
-    fleet.weigh(fleet.answering, leads, weights)     # groups of equal worth, the best first
+    fleet.weigh(fleet.answering, leads)              # groups of equal worth, the best first
     fleet.in_turn(group.members)                     # one after the other, the longest unused first
 
-What an instance has is known by its KV events. They may be late, so it is an estimate: an instance
-has the last word on what it has.
+What an instance has is known by its KV events, and by the prompts that it was sent: those that it
+still computes count as its own, so that what begins alike follows them. They may be late or wrong,
+so it is an estimate: an instance has the last word on what it has.
 
 The one rule: the numbers follow from the links. Whatever changes at one is noted here at once.
 """
@@ -17,6 +18,7 @@ The one rule: the numbers follow from the links. Whatever changes at one is note
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -35,6 +37,15 @@ if TYPE_CHECKING:
 
 FAILURES_KEPT = 16
 """More failures of one instance within `routing.failed_s` do not make it worse."""
+QUEUED = 0.1
+"""What a block of a prompt that waits to be computed counts, beside a cached one. With 1, a prompt
+would begin earliest; but more of them would be computed, and kept, where they were not yet: with a
+tenth the slowest first tokens are as quick, and as much is found as by affinity alone."""
+BUSY_DIGITS = 5
+"""How busy an instance is is kept with so many binary digits, to 3 %: else a thousand instances
+would be a thousand groups."""
+EXPECTED = ""
+"""The tier of blocks that are being computed."""
 FEW = 16
 """So many are sorted by their turn; of more, the first in the order of turns is looked for."""
 
@@ -110,7 +121,8 @@ class EqualInstances(NamedTuple):
 class Fleet:
     """The links, their bits, and what is the same for many of them."""
 
-    def __init__(self, *, salt: str) -> None:
+    def __init__(self, weights: RoutingTable, *, salt: str) -> None:
+        self.weights = weights
         self._salt = salt
         self._bits: dict[InstanceLink, Members] = {}
         self._links: list[InstanceLink | None] = []
@@ -122,9 +134,11 @@ class Fleet:
         """Those that were ready, by what their keys depend on."""
         self._configs: dict[Naming, Config] = {}
         """A configuration of each."""
-        self._in_hand: dict[int, Members] = {}
-        """By their requests under way."""
-        self._load: dict[InstanceLink, int] = {}
+        self._as_busy: dict[float, Members] = {}
+        """By what counts against them: requests under way, and prompts still to be computed."""
+        self._busy: dict[InstanceLink, float] = {}
+        self._computing: dict[InstanceLink, int] = {}
+        """Blocks of prompts that each has still to compute."""
         self._failed: dict[InstanceLink, deque[float]] = {}
         """When prefill instances failed to compute a prompt, as far as that still counts."""
         self._turns: dict[InstanceLink, int] = {}
@@ -148,15 +162,16 @@ class Fleet:
             place = len(self._links)
             self._links.append(link)
         self._bits[link] = 1 << place
-        self._load[link] = 0
-        _put(self._in_hand, 0, self._bits[link])
+        self._busy[link], self._computing[link] = 0.0, 0
+        _put(self._as_busy, 0.0, self._bits[link])
         self.note_chosen(link)
 
     def remove(self, link: InstanceLink) -> None:
         """An instance is gone."""
         bit = self._bits.pop(link)
         self._links[bit.bit_length() - 1] = None
-        _take(self._in_hand, self._load.pop(link), bit)
+        _take(self._as_busy, self._busy.pop(link), bit)
+        del self._computing[link]
         cached = self._cached.pop(link, None)
         if cached is not None:
             cached.clear()
@@ -179,9 +194,17 @@ class Fleet:
         """A request began or ended at an instance."""
         bit = self._bits.get(link)
         if bit is not None:
-            _take(self._in_hand, self._load[link], bit)
-            self._load[link] = load = link.load
-            _put(self._in_hand, load, bit)
+            busy = _rounded(self.weights.load_weight * link.load + QUEUED * self._computing[link])
+            if busy != self._busy[link]:
+                _take(self._as_busy, self._busy[link], bit)
+                self._busy[link] = busy
+                _put(self._as_busy, busy, bit)
+
+    def note_computing(self, link: InstanceLink, blocks: int) -> None:
+        """An instance has so many more blocks of prompts to compute; less than 0: fewer."""
+        if link in self._computing:
+            self._computing[link] += blocks
+            self.note_load(link)
 
     def note_failure(self, link: InstanceLink) -> None:
         """A prefill instance did not compute a prompt that it was sent."""
@@ -200,6 +223,21 @@ class Fleet:
             self._cached[link] = CachedBlocks(config, self._bits[link], self._holders)
             self._put_alike(config, self._bits[link])
         return self._cached[link]
+
+    def expect(self, link: InstanceLink, prompt: PromptKeys) -> list[Key]:
+        """An instance was sent a prompt; returns the blocks that it has not said to have."""
+        cached = self._cached.get(link)
+        if cached is None or not prompt.reuses:
+            return []
+        keys = cached.missing(prompt.under(cached.config))
+        cached.expect(keys)
+        return keys
+
+    def expect_no_more(self, link: InstanceLink, keys: list[Key]) -> None:
+        """A request has ended: of its blocks those count that the instance said it has."""
+        cached = self._cached.get(link)
+        if cached is not None:
+            cached.expect_no_more(keys)
 
     def change_weights(self, link: InstanceLink, version: str) -> None:
         """From now on keys of an instance are computed with this version of the weights."""
@@ -237,12 +275,16 @@ class Fleet:
                 found.append(Lead(blocks, block_tokens, left))
         return found
 
+    def missing(self, link: InstanceLink, leads: Iterable[Lead], prompt: PromptKeys) -> int:
+        """How many blocks of a prompt an instance has to compute."""
+        lead = next(each for each in leads if self.has(each.members, link))
+        return -(-prompt.token_count // lead.block_tokens) - lead.blocks
+
     # ---------------------------------------------------------------- what they are worth
 
-    def weigh(
-        self, members: Members, leads: Iterable[Lead], weights: RoutingTable
-    ) -> list[EqualInstances]:
+    def weigh(self, members: Members, leads: Iterable[Lead]) -> list[EqualInstances]:
         """The worth of each for a prompt, the best first."""
+        weights = self.weights
         counts = {link: self._failures_of(link, weights.failed_s) for link in self._failed}
         failing = {link: count for link, count in counts.items() if count}
         groups: list[EqualInstances] = []
@@ -251,16 +293,16 @@ class Fleet:
             of_lead = lead.members & members
             for link, failures in failing.items():
                 if (bit := self._bits[link]) & of_lead:
-                    worth = cached - weights.load_weight * self._load[link]
+                    worth = cached - self._busy[link]
                     groups.append(
                         EqualInstances(worth - weights.failed_weight * failures, lead, bit)
                     )
                     of_lead &= ~bit
             if of_lead:
                 groups.extend(
-                    EqualInstances(cached - weights.load_weight * load, lead, those)
-                    for load, having in self._in_hand.items()
-                    if (those := having & of_lead)
+                    EqualInstances(cached - busy, lead, those)
+                    for busy, alike in self._as_busy.items()
+                    if (those := alike & of_lead)
                 )
         groups.sort(key=_worth, reverse=True)
         return groups
@@ -331,6 +373,18 @@ class CachedBlocks:
             else:
                 self.clear()
 
+    def missing(self, keys: list[bytes]) -> list[bytes]:
+        """Those that it does not have."""
+        tiers_of = self._tiers_of
+        return [key for key in keys if key not in tiers_of]
+
+    def expect(self, keys: list[bytes]) -> None:
+        """It is going to compute these."""
+        self._store(keys, EXPECTED)
+
+    def expect_no_more(self, keys: list[bytes]) -> None:
+        self._remove(keys, EXPECTED)
+
     def clear(self) -> None:
         """It has nothing any more."""
         for key in self._tiers_of:
@@ -375,6 +429,11 @@ def _take(table: dict[Kind, Members], kind: Kind, bit: Members) -> None:
         table[kind] = left
     else:
         del table[kind]
+
+
+def _rounded(busy: float) -> float:
+    digits, exponent = math.frexp(busy)
+    return math.ldexp(round(math.ldexp(digits, BUSY_DIGITS)), exponent - BUSY_DIGITS)
 
 
 def _with(members: Members, bit: Members, *, there: bool) -> Members:

@@ -173,6 +173,38 @@ CACHE_KEYS_MAX = 4096
 """Cache keys that are remembered: clients choose them."""
 
 
+class _SentPrompt:
+    """A prompt at an instance: it is to have its blocks, and has so many to compute."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        link: InstanceLink,
+        submit: Request,
+        prompt: PromptKeys,
+        computing: int,
+    ) -> None:
+        self.asked = submit
+        """The request for the instance."""
+        self._fleet = fleet
+        self._link = link
+        self._computing = computing
+        self._expected = fleet.expect(link, prompt)
+        fleet.note_computing(link, computing)
+
+    def note_token(self, *, handed: bool = False) -> None:
+        """It is computed; may be called twice."""
+        del handed
+        self._fleet.note_computing(self._link, -self._computing)
+        self._computing = 0
+
+    def end(self) -> None:
+        """Its request has ended; may be called twice."""
+        self.note_token()
+        self._fleet.expect_no_more(self._link, self._expected)
+        self._expected = []
+
+
 class _Prefill:
     """A prompt that is computed for another instance, which answers the request.
 
@@ -180,13 +212,20 @@ class _Prefill:
     """
 
     def __init__(
-        self, router: Router, route: RequestRoute, submit: Request, handoffs: Iterator[str]
+        self,
+        router: Router,
+        route: RequestRoute,
+        submit: Request,
+        prompt: PromptKeys,
+        handoffs: Iterator[str],
     ) -> None:
         self._router = router
+        self._blocks = route.computing
         self._decode = route.decode
         assert route.prefill is not None
         self._prefill = route.prefill
         self._request = submit
+        self._prompt = prompt
         self._handoffs = handoffs
         """Names of handoffs that were not used yet."""
         self._tried: set[InstanceLink] = set()
@@ -197,14 +236,15 @@ class _Prefill:
         """The request for the instance that answers."""
         self._task = asyncio.create_task(self._compute())
 
-    def deliver(self) -> None:
-        """The KV was delivered: the two instances end the handoff by themselves."""
-        self._delivered = True
-        self._over.set()
+    def note_token(self, *, handed: bool) -> None:
+        """If the KV was delivered, the two instances end the handoff by themselves."""
+        self._delivered |= handed
+        self.end()
 
     def end(self) -> None:
         """Aborts it unless it was delivered; may be called twice."""
         self._over.set()
+        self._sent.end()
         if self._delivered:
             return
         self._task.cancel()
@@ -214,6 +254,9 @@ class _Prefill:
     def _begin(self) -> Request:
         """Opens the pair if it is not open, and names the handoff."""
         self._pair = self._router.pairs.use(self._prefill, self._decode)
+        self._sent = self._router.send_prompt(
+            self._prefill, self._request, self._prompt, self._blocks
+        )
         self._tried.add(self._prefill)
         return msgspec.structs.replace(
             self._request,
@@ -227,7 +270,9 @@ class _Prefill:
         while True:
             prefill, pair = self._prefill, self._pair
             try:
-                if await self._is_computed_by(prefill):
+                computed = await self._is_computed_by(prefill)
+                self._sent.end()
+                if computed:
                     # The pair stays open until the KV has arrived.
                     await self._over.wait()
                     return
@@ -238,9 +283,12 @@ class _Prefill:
                 return
             another = self._another()
             if another is None:
+                self._sent = self._router.send_prompt(
+                    self._decode, self._request, self._prompt, self._blocks
+                )
                 self._decode.send(ComputeLocally(id=self._request.id, lost=bool(prefill.lost)))
                 return
-            self._prefill = another
+            self._prefill, self._blocks = another
             self.asked = asked = self._begin()
             self._decode.send(
                 ChangePrefill(
@@ -251,10 +299,10 @@ class _Prefill:
                 )
             )
 
-    def _another(self) -> InstanceLink | None:
+    def _another(self) -> tuple[InstanceLink, int] | None:
         if len(self._tried) >= PREFILLS_MAX:
             return None
-        return self._router.another_prefill(self._decode, self._request, self._tried)
+        return self._router.another_prefill(self._decode, self._prompt, self._tried)
 
     async def _is_computed_by(self, prefill: InstanceLink) -> bool:
         # Each attempt is a request of its own: an earlier one may still hold blocks.
@@ -294,11 +342,13 @@ class Router:
         self.on_ready: Callable[[InstanceLink], None] = lambda _link: None
         """Called when an instance is ready, before it gets any request."""
         self.links: list[InstanceLink] = []
+        self._answering: list[InstanceLink] | None = None
+        """Kept until the standing of a link changes: every request asks for it several times."""
         self.pairs = PairTable()
         self.retries = 0
         self.counts: dict[InstanceLink, RequestCounts] = {}
         """Since each instance was added."""
-        self._fleet = Fleet(salt=salt)
+        self._fleet = Fleet(self.settings, salt=salt)
         self._at: dict[str, InstanceLink] = {}
         """The instance that answers each request."""
         self._resets = 0
@@ -327,6 +377,7 @@ class Router:
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
         del self.counts[link]
+        self._answering = None
         self.pairs.remove(link)
         self._fleet.remove(link)
 
@@ -343,7 +394,11 @@ class Router:
     @property
     def answering(self) -> list[InstanceLink]:
         """The instances that accept requests and answer them."""
-        return [link for link in self.ready if self.role_of(link) != "prefill" and is_usable(link)]
+        if self._answering is None:
+            self._answering = [
+                link for link in self.ready if self.role_of(link) != "prefill" and is_usable(link)
+            ]
+        return self._answering
 
     @property
     def prefilling(self) -> list[InstanceLink]:
@@ -423,21 +478,22 @@ class Router:
             begun = False
             self.gate.begin()
             self._at[submit.id] = link
-            prefill = _Prefill(self, route, submit, handoffs) if route.prefill else None
+            work = (
+                self.send_prompt(link, submit, prompt, route.computing)
+                if route.prefill is None
+                else _Prefill(self, route, submit, prompt, handoffs)
+            )
             try:
-                asked = submit if prefill is None else prefill.asked
-                async with aclosing(link.generate(asked)) as tokens:
+                async with aclosing(link.generate(work.asked)) as tokens:
                     async for progress in tokens:
                         if progress.scored:
                             # If this instance is lost, the next one sends it again.
                             yield progress
                             continue
-                        if progress.handed and prefill is not None:
-                            prefill.deliver()
-                        elif not begun and prefill is not None:
-                            # The handoff was not needed, or failed.
-                            prefill.end()
-                        self._note_begun(link, progress, again=begun, handed=prefill is not None)
+                        if progress.handed or not begun:
+                            work.note_token(handed=progress.handed)
+                        handed = route.prefill is not None
+                        self._note_begun(link, progress, again=begun, handed=handed)
                         begun = True
                         yield progress
             except InstanceLost:
@@ -449,8 +505,7 @@ class Router:
             finally:
                 del self._at[submit.id]
                 self.gate.end()
-                if prefill is not None:
-                    prefill.end()
+                work.end()
             return
 
     def stop(self, request: str, answer: int) -> None:
@@ -541,14 +596,21 @@ class Router:
         return next((link for link in self.links if link.name == name), None) if name else None
 
     def another_prefill(
-        self, decode: InstanceLink, submit: Request, tried: set[InstanceLink]
-    ) -> InstanceLink | None:
-        """An instance that may compute a prompt in the place of those that could not."""
+        self, decode: InstanceLink, prompt: PromptKeys, tried: set[InstanceLink]
+    ) -> tuple[InstanceLink, int] | None:
+        """Who may compute a prompt in the place of those that could not, and how much of it."""
         fleet = self._fleet
         untried = fleet.prefilling & ~fleet.mask(tried)
-        groups = fleet.weigh(untried, fleet.leads(PromptKeys(submit)), self.settings)
+        leads = fleet.leads(prompt)
+        groups = fleet.weigh(untried, leads)
         able = next(able_prefills(fleet, groups, decode, self._can_pair), None)
-        return None if able is None else able[1]
+        return None if able is None else (able[1], fleet.missing(able[1], leads, prompt))
+
+    def send_prompt(
+        self, link: InstanceLink, submit: Request, prompt: PromptKeys, computing: int
+    ) -> _SentPrompt:
+        """An instance has to compute some blocks of a prompt."""
+        return _SentPrompt(self._fleet, link, submit, prompt, computing)
 
     def _can_pair(self, prefill: InstanceLink, decode: InstanceLink) -> bool:
         same = self.weights_of(prefill) == self.weights_of(decode)
@@ -574,6 +636,7 @@ class Router:
 
     def _note_standing(self, link: InstanceLink) -> None:
         """Whether an instance gets requests, or what it does, has changed."""
+        self._answering = None
         self._fleet.note_role(link, self.role_of(link) if is_usable(link) else None)
 
     def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:

@@ -31,6 +31,8 @@ class RequestRoute(NamedTuple):
     decode: InstanceLink
     prefill: InstanceLink | None
     """None: the first one computes it."""
+    computing: int
+    """Blocks that have to be computed."""
 
 
 class _Way(NamedTuple):
@@ -59,14 +61,11 @@ class Routes:
         self._fleet = fleet
         self._settings = settings
         self._can_pair = can_pair
-        leads = fleet.leads(prompt)
-        self._prefills = (
-            fleet.weigh(fleet.prefilling, leads, settings) if able & ~fleet.whole else []
-        )
+        self._prompt = prompt
+        self._leads = leads = fleet.leads(prompt)
+        self._prefills = fleet.weigh(fleet.prefilling, leads) if able & ~fleet.whole else []
         self._ways = [
-            way
-            for group in fleet.weigh(able, leads, settings)
-            for way in self._ways_of(group, prompt)
+            way for group in fleet.weigh(able, leads) for way in self._ways_of(group, prompt)
         ]
         self._ways.sort(key=_most, reverse=True)
         self._worths: dict[InstanceLink, float] = {}
@@ -101,7 +100,9 @@ class Routes:
         for link in chain(first, self._fleet.in_turn(among)):
             way = next(each for each in ways if self._fleet.has(each.members, link))
             if self._worth(way, link) >= least:
-                return RequestRoute(link, self._prefill_of(link) if way.needs else None)
+                prefill = self._prefill_of(link) if way.needs else None
+                computing = self._fleet.missing(prefill or link, self._leads, self._prompt)
+                return RequestRoute(link, prefill, computing)
         raise AssertionError("the best route is among them")
 
     def _best(self) -> float:
