@@ -284,7 +284,7 @@ def _prompts(name: str, value: object) -> tuple[str | list[int], ...]:
         refuse(name, value, "a text, tokens, or a list of these")
     if not value:
         raise BadRequest(f"{name} is empty, must have at least one token", param=name)
-    if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+    if _are_whole(value):
         return (_tokens(name, value),)
     if len(value) > PROMPTS_MAX:
         raise BadRequest(
@@ -303,12 +303,17 @@ def read_prompt(name: str, value: object) -> str | list[int]:
 
 
 def _tokens(name: str, value: list[Any]) -> list[int]:
-    wrong = [token for token in value if not _is_token(token)]
-    if wrong:
+    # Without a call for each of thousands of tokens, unless one is wrong.
+    if not _are_whole(value) or min(value) < 0 or max(value) >= TOKEN_END:
+        wrong = [token for token in value if not _is_token(token)]
         raise BadRequest(
             f"{name} has token {shown(wrong[0])}, must be from 0 to {TOKEN_END - 1}", param=name
         )
     return value
+
+
+def _are_whole(values: list[Any]) -> bool:
+    return set(map(type, values)) == {int}
 
 
 def read_messages(name: str, value: object) -> tuple[dict[str, str], ...]:
