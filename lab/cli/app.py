@@ -22,6 +22,11 @@ LAB = CommandLine(
             PROVE,
             "Simulate cache, runtime or handoff from many seeds, or print the events of one.",
         ),
+        "routing": Command(
+            "lab.cli.routing:route",
+            PROVE,
+            "Simulate the router with up to a thousand engines, beside other policies.",
+        ),
         "explore": Command("lab.cli.explore", PROVE, "Visit every state of small handoff worlds."),
         "soak": Command(
             "lab.cli.soak:run_soak",
