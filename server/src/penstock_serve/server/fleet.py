@@ -41,8 +41,8 @@ QUEUED = 0.1
 """What a block of a prompt that waits to be computed counts, beside a cached one. With 1, a prompt
 would begin earliest; but more of them would be computed, and kept, where they were not yet: with a
 tenth the slowest first tokens are as quick, and as much is found as by affinity alone."""
-BUSY_DIGITS = 5
-"""How busy an instance is is kept with so many binary digits, to 3 %: else a thousand instances
+BUSY_DIGITS = 4
+"""How busy an instance is is kept with so many binary digits, to 6 %: else a thousand instances
 would be a thousand groups."""
 EXPECTED = ""
 """The tier of blocks that are being computed."""

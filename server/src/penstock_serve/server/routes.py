@@ -64,12 +64,23 @@ class Routes:
         self._prompt = prompt
         self._leads = leads = fleet.leads(prompt)
         self._prefills = fleet.weigh(fleet.prefilling, leads) if able & ~fleet.whole else []
-        self._ways = [
-            way for group in fleet.weigh(able, leads) for way in self._ways_of(group, prompt)
-        ]
+        self._ways = self._ways_worth_a_look(able)
         self._ways.sort(key=_most, reverse=True)
         self._worths: dict[InstanceLink, float] = {}
         """Of those that were looked at one by one."""
+
+    def _ways_worth_a_look(self, able: Members) -> list[_Way]:
+        """All but those that are worth too little, whoever could hand over to them."""
+        handed = self._prefills[0].worth if self._prefills else -math.inf
+        least, ways = -math.inf, []
+        for group in self._fleet.weigh(able, self._leads):
+            if group.worth + max(group.worth, handed) < least:
+                break  # The others are worth less.
+            for way in self._ways_of(group, self._prompt):
+                ways.append(way)
+                if not way.needs:
+                    least = max(least, way.most - 2 * self._settings.equal_blocks)
+        return ways
 
     def _ways_of(self, group: EqualInstances, prompt: PromptKeys) -> list[_Way]:
         fleet, own = self._fleet, group.worth
