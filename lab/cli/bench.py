@@ -32,6 +32,7 @@ from lab.bench.roles import SEEDS as ROLE_SEEDS
 from lab.bench.roles import run_rates, run_served
 from lab.bench.router import ENGINES as ROUTER_ENGINES
 from lab.bench.router import run_router
+from lab.bench.router_http import run_router_http
 from lab.bench.sglang import PROMPTS as SGLANG_PROMPTS
 from lab.bench.sglang import SIDES as SGLANG_SIDES
 from lab.bench.sglang import TOKENS as SGLANG_TOKENS
@@ -407,9 +408,15 @@ def bench_router(
     engines: Annotated[
         str, typer.Option("--engines", metavar="N,…", help="Numbers of instances.")
     ] = ",".join(map(str, ROUTER_ENGINES)),
+    http: Annotated[
+        bool, typer.Option("--http", help="The process of the router, with clients over HTTP.")
+    ] = False,
 ) -> None:
     """Measure the router: decisions, requests and events, with up to a thousand instances."""
-    run_router(report, engines=_counts(engines, option="--engines"))
+    if http:
+        run_router_http(report)
+    else:
+        run_router(report, engines=_counts(engines, option="--engines"))
 
 
 @bench("roles")

@@ -67,7 +67,11 @@ def route(
                 faults=kinds,
                 seed=seed or 0,
             )
-            outcomes.append(simulate(conditions))
+            found = simulate(conditions)
+            outcomes.append(found)
+            # A run of a thousand engines takes minutes, and may be interrupted.
+            said = f"{found.hit_rate:.1%} hits, first token p99 {found.first_token_p99_s:.2f} s"
+            print(f"lab: {found.requests} requests, {said}", file=sys.stderr, flush=True)
     losses = losses_of(outcomes)
     if json is not None:
         write_json(json, {"runs": document_of(outcomes), "losses": losses})
