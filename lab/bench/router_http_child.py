@@ -52,9 +52,10 @@ def join(address: str, name: str) -> Channel:
 
 
 def serve(address: str, count: int) -> None:
-    """Answers each request with one token, until the process is ended."""
+    """Answers each request with one token, until its input ends."""
     channels = {}
     poll = select.poll()
+    poll.register(sys.stdin, select.POLLHUP)
     for number in range(count):
         channel = join(address, f"instance-{number}")
         channels[channel.descriptor] = channel
@@ -63,8 +64,8 @@ def serve(address: str, count: int) -> None:
     say("ready")
     while True:
         some = sum(map(_answer, channels.values()))
-        if not some:
-            poll.poll(1000)
+        if not some and sys.stdin.fileno() in dict(poll.poll(1000)):
+            return
 
 
 def _answer(channel: Channel) -> bool:

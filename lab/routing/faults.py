@@ -2,7 +2,7 @@
 
 | fault        | what happens                                                                     |
 |--------------|----------------------------------------------------------------------------------|
-| `deaths`     | 1 % of the machines die in an hour, at least one; each is back, empty, after 60 s |
+| `deaths`     | 1 % of the machines die in an hour, one of several at least; back after 60 s, empty |
 | `rack`       | a twentieth of the machines dies at once                                          |
 | `partition`  | the network between such a rack and the router is gone for 60 s                   |
 | `stale`      | a fifth of the engines say nothing of their caches for a third of the time        |
@@ -67,7 +67,7 @@ class Faults:
     def _deaths(self) -> None:
         engines, seconds = self._world.engines, self._world.seconds
         expected = DEATHS_AN_HOUR * len(engines) * seconds / 3600
-        for engine in self._rng.sample(engines, max(1, round(expected))):
+        for engine in self._rng.sample(engines, max(len(engines) > 1, round(expected))):
             self._at(self._rng.uniform(0.1, 0.9), self._die, engine)
 
     def _die(self, engine: SimulatedEngine) -> None:
