@@ -2,7 +2,7 @@
 
 | fault        | what happens                                                                     |
 |--------------|----------------------------------------------------------------------------------|
-| `deaths`     | 1 % of the machines die in an hour, one of several at least; back after 60 s, empty |
+| `deaths`     | 1 % of the machines die in an hour, at least one; back, empty, after 60 s  |
 | `rack`       | a twentieth of the machines dies at once                                          |
 | `partition`  | the network between such a rack and the router is gone for 60 s                   |
 | `stale`      | a fifth of the engines say nothing of their caches for a third of the time        |
