@@ -60,7 +60,8 @@ def serve(address: str, count: int) -> None:
         channel = join(address, f"instance-{number}")
         channels[channel.descriptor] = channel
         poll.register(channel.descriptor, select.POLLIN)
-    time.sleep(0.5)
+    # The router reads their first messages meanwhile.
+    poll.poll(500)
     say("ready")
     while True:
         some = sum(map(_answer, channels.values()))
@@ -100,7 +101,7 @@ def send_events(address: str, seconds: float) -> int:
         except BacklogError:
             channel.receive(deadline=time.monotonic() + 0.002)
     # So that all of it was taken before the CPU time is read.
-    time.sleep(0.5)
+    channel.receive(deadline=time.monotonic() + 0.5)
     return sent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated, TypeVar
 
 import typer
@@ -54,24 +55,12 @@ def route(
     counts = [_positive(each) for each in engines.split(",")]
     chosen = [_member(Policy, each, "--policies") for each in policies.split(",")]
     kinds = frozenset(_member(Fault, each, "--faults") for each in faults.split(",") if each)
-    outcomes: list[Outcome] = []
-    for count in counts:
-        for policy in chosen:
-            print(f"lab: {count} engines, {policy}", file=sys.stderr, flush=True)
-            conditions = Conditions(
-                engines=count,
-                policy=policy,
-                traffic=traffic,
-                seconds=seconds,
-                load=load,
-                faults=kinds,
-                seed=seed or 0,
-            )
-            found = simulate(conditions)
-            outcomes.append(found)
-            # A run of a thousand engines takes minutes, and may be interrupted.
-            said = f"{found.hit_rate:.1%} hits, first token p99 {found.first_token_p99_s:.2f} s"
-            print(f"lab: {found.requests} requests, {said}", file=sys.stderr, flush=True)
+    given = Conditions(
+        engines=1, traffic=traffic, seconds=seconds, load=load, faults=kinds, seed=seed or 0
+    )
+    outcomes = [
+        _run(replace(given, engines=count, policy=policy)) for count in counts for policy in chosen
+    ]
     losses = losses_of(outcomes)
     if json is not None:
         write_json(json, {"runs": document_of(outcomes), "losses": losses})
@@ -82,6 +71,15 @@ def route(
             print(f"worse: {line}")
     if losses:
         raise typer.Exit(ExitStatus.FINDING)
+
+
+def _run(conditions: Conditions) -> Outcome:
+    """One world; what came of it is said at once: a thousand engines take minutes."""
+    print(f"lab: {conditions.engines} engines, {conditions.policy}", file=sys.stderr, flush=True)
+    found = simulate(conditions)
+    said = f"{found.hit_rate:.1%} hits, first token p99 {found.first_token_p99_s:.2f} s"
+    print(f"lab: {found.requests} requests, {said}", file=sys.stderr, flush=True)
+    return found
 
 
 def _positive(text: str) -> int:
