@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.store.shared.io import choose_item_bytes, decode_block, encode_block
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GUARD = 64
 
@@ -102,3 +109,26 @@ def test_a_frame_that_claims_a_terabyte_takes_no_memory() -> None:
 def test_numbers_of_a_wrong_size_are_refused(item_bytes: object) -> None:
     with pytest.raises(ValueError, match="item_bytes"):
         encode_block(b"1234", item_bytes=item_bytes)  # type: ignore[arg-type]
+
+
+def test_a_package_that_cannot_be_imported_is_missing_in_every_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waited for the import of another one got half of the module."""
+    begun = threading.Event()
+    monkeypatch.setattr(sys, "zstandard_begun", begun, raising=False)
+    (tmp_path / "zstandard.py").write_text(
+        "import sys, threading\n"
+        "sys.zstandard_begun.set()\n"
+        "threading.Event().wait(0.2)\n"
+        "raise ImportError\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "zstandard", raising=False)
+
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(decode_block, b"", memoryview(bytearray(8)))]
+        assert begun.wait(30)
+        calls.append(threads.submit(decode_block, b"", memoryview(bytearray(8))))
+
+    assert [type(call.exception()) for call in calls] == [ImportError] * 2

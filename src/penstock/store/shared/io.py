@@ -49,6 +49,7 @@ from penstock.vocabulary.arguments import as_int
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from types import ModuleType
 
     from numpy.typing import NDArray
 
@@ -512,10 +513,20 @@ def choose_item_bytes(block: bytes | memoryview) -> int:
     return min(sizes, key=sizes.__getitem__)
 
 
+_importing = threading.Lock()
+
+
+def _zstandard() -> ModuleType:
+    """An extra. Raises `ImportError`: it is not there, or cannot be used."""
+    # Where an import fails in one thread, another one that waits for it gets half of the module.
+    with _importing:
+        import zstandard  # noqa: PLC0415  (an extra)
+    return zstandard
+
+
 def encode_block(block: bytes | memoryview, *, item_bytes: int) -> bytes | None:
     """The block in fewer bytes; `None` if that cannot be."""
-    import zstandard  # noqa: PLC0415  (an extra)
-
+    zstandard = _zstandard()
     as_int("item_bytes", item_bytes, 1, ITEM_BYTES_MAX)
     raw = np.frombuffer(block, dtype=np.uint8)
     count = len(raw) // item_bytes
@@ -535,8 +546,7 @@ def decode_block(encoded: bytes | memoryview, target: memoryview) -> None:
 
     Raises `ValueError`: it is no block of that length; `target` may have been written.
     """
-    import zstandard  # noqa: PLC0415  (an extra)
-
+    zstandard = _zstandard()
     stored = memoryview(encoded)
     out = np.frombuffer(target, dtype=np.uint8)
     if len(stored) < _HEAD.size:
