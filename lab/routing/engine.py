@@ -29,7 +29,7 @@ from penstock.config import parse_config
 from penstock.errors import UnavailableError
 from penstock.store.base import Space
 from penstock.store.peers.books import PeerBooks
-from penstock.store.peers.messages import Lends, PeerHello
+from penstock.store.peers.messages import SLOT, Lends, PeerHello
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, Received, ReceivedFrame
 from penstock_serve.engine import messages as ms
 from penstock_serve.engine.requests import Output, Reason, Request
@@ -37,7 +37,7 @@ from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.engine.spec import EngineSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from lab.routing.world import RoutingWorld
 
@@ -64,6 +64,12 @@ CONFIG = parse_config(
 )
 SPACE = Space(b"s" * 16, 0)
 PIECE = b"p" * 16
+
+
+def _lends(new: Collection[bytes], gone: Collection[bytes]) -> Lends:
+    """What an engine tells of its host memory, which nobody maps here."""
+    slots = bytes(SLOT.itemsize * len(new))
+    return Lends(0, *SPACE, [PIECE], keys=b"".join(new), slots=slots, salt=0, gone=b"".join(gone))
 
 
 class Line:
@@ -118,7 +124,7 @@ class PeerGroup:
     def join(self, engine: SimulatedEngine) -> Callable[[Lends], object]:
         """An engine is there; returns what it says with."""
         said = self.books.begin(reads=True)
-        self.books.take(said, PeerHello(engine.number))
+        self.books.take(said, PeerHello(engine.number, door=""))
         self._members[id(said)] = engine
         return partial(self.books.take, said)
 
@@ -369,7 +375,7 @@ class SimulatedEngine:
             if gone:
                 events.append(self._removed(tier, gone))
             if tier == HOST and (new or gone):
-                self._lend(Lends(0, *SPACE, [PIECE], b"".join(new), b"".join(gone)))
+                self._lend(_lends(new, gone))
         if events and not self.loses_events:
             frame = ms.encode(ms.CacheChanged(events=events))
             self.world.after(EVENTS_S, self._arrive, self.line, frame, changed)
@@ -391,7 +397,7 @@ class SimulatedEngine:
     def die(self) -> None:
         """The machine is gone at once, with all that it has; nobody is told."""
         self.up = False
-        self._lend(Lends(0, *SPACE, [PIECE], b"", b"".join(self.host)))
+        self._lend(_lends([], self.host))
         self.device.clear()
         self.host.clear()
         self._drop_work()
