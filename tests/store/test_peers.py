@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
@@ -590,6 +591,7 @@ def test_a_mapped_slot_with_another_block_is_asked_for_and_missed(peers: Peers) 
 @mapped_only
 def test_the_arena_of_an_engine_that_has_gone_is_unmapped(peers: Peers) -> None:
     one, other = peers.engine(0, split(1)), peers.engine(1, split(1))
+    gc.collect()  # Arenas of other tests.
     before = arenas_open()
     for number in range(5):
         one.lend(draw_chain(number, 3))
