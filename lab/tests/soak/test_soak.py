@@ -24,6 +24,7 @@ def looks(count: int = 12, **rising: float) -> list[Look]:
         cached=5000,
         memory_mib=2000.0,
         server_mib=200.0,
+        server_descriptors=60,
         descriptors=300,
         threads=40,
         processes=13,
@@ -42,7 +43,14 @@ def test_what_stays_has_not_grown() -> None:
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("memory_mib", 60.0), ("server_mib", 5.0), ("descriptors", 5), ("threads", 1), ("files", 2)],
+    [
+        ("memory_mib", 60.0),
+        ("server_mib", 5.0),
+        ("server_descriptors", 2),
+        ("descriptors", 5),
+        ("threads", 1),
+        ("files", 2),
+    ],
 )
 def test_what_grows_with_every_look_is_named(name: str, more: float) -> None:
     [found] = growth(looks(**{name: more}))
@@ -59,6 +67,13 @@ def test_what_grew_at_first_and_stays_is_no_growth() -> None:
     high = [each._replace(descriptors=500) for each in after]
 
     assert growth(before + high) == []
+
+
+def test_more_open_pairs_than_before_are_no_growth() -> None:
+    pairs = (2, 0, 1, 3, 1, 0, 1, 0, 2, 4, 0, 5)
+    seen = [each._replace(descriptors=300 + 90 * n) for each, n in zip(looks(), pairs, strict=True)]
+
+    assert growth(seen) == []
 
 
 def test_prompts_of_a_seed_are_the_same_and_continue_each_other() -> None:
