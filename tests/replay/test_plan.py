@@ -9,11 +9,13 @@ import re
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, UnavailableError
+from penstock.replay import plan as planning
 from penstock.replay.advice import (
     ENOUGH,
     CachePlan,
@@ -240,6 +242,34 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
 
     assert set(multiprocessing.active_children()) <= set(before)
     assert set(threading.enumerate()) <= threads
+
+
+def test_a_process_that_is_killed_as_soon_as_it_was_started_is_missed(
+    trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's pool did not look after the one that it had started last."""
+
+    class BlocksReplays(Watched):
+        def reading(self, found: FirstPass, *, ended: bool) -> None:
+            super().reading(found, ended=ended)
+            os.unlink(trace)
+            os.mkfifo(trace)
+
+    before = set(multiprocessing.active_children())
+    wait_for = planning.wait
+    killed: list[Any] = []
+
+    def kill_the_last(left: Any, *how: Any) -> Any:
+        if not killed:
+            started = set(multiprocessing.active_children()) - before
+            killed.append(max(started, key=lambda each: each.pid or 0))
+            killed[0].kill()
+        return wait_for(left, 0.2, *how[1:])
+
+    monkeypatch.setattr(planning, "wait", kill_the_last)
+    with pytest.raises(UnavailableError, match=r"process of the plan was killed"):
+        plan_for(trace, jobs=2, watch=BlocksReplays(), host_gib=(0.0, 40 * MIB))
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_an_interrupted_plan_leaves_neither_processes_nor_threads(trace: str) -> None:

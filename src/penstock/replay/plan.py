@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,6 +66,8 @@ HOST_SIZES = 3
 """How many sizes of a host tier are tried if none are given, each twice as large as the last."""
 STRETCHES = (0.5, 1.0, 2.0)
 """How much longer the trace lasts: half the time is twice the load."""
+ASK_S = 10.0
+"""How often a pool in which nothing ends is asked whether its processes live."""
 KILL_S = 10.0
 """How long a process that was killed is waited for."""
 CURVE_POINTS = 24
@@ -291,9 +293,16 @@ class Planner:
         with ProcessPoolExecutor(min(self._jobs, len(works)), context) as pool:
             try:
                 with _interrupts_left_to_this_process():
-                    futures = [pool.submit(_run_work, work) for work in works]
-                for future in as_completed(futures):
-                    yield future.result()
+                    left = {pool.submit(_run_work, work) for work in works}
+                while left:
+                    ended, left = wait(left, ASK_S, FIRST_COMPLETED)
+                    if not ended:
+                        # The pool looks after processes that it had when it was asked last, not
+                        # after one that it started then: more work has it look again.
+                        with _interrupts_left_to_this_process():
+                            pool.submit(_do_nothing).cancel()
+                    for future in ended:
+                        yield future.result()
             except BrokenProcessPool as error:
                 raise UnavailableError(
                     "a process of the plan was killed, perhaps for want of memory: try fewer --jobs"
@@ -417,6 +426,10 @@ def _requests_of(settings: PlanSettings, block_tokens: int) -> Iterator[TraceReq
     )
     reader = TraceReader(config, id_tokens=settings.id_tokens, copies=settings.copies)
     return reader.read_all([settings.trace])
+
+
+def _do_nothing() -> None:
+    """What a pool is asked for, to have it look after its processes."""
 
 
 def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
