@@ -54,7 +54,7 @@ def make_tier(listen: str, peers: str, *, maps: bool) -> PeerTier:
     """A tier whose arenas peers map, or may not map."""
     blobs = PeerBlobs(PeerSettings(listen=listen, peers=peers, timeout_s=TIMEOUT_S))
     if not maps:
-        blobs.network.books.door = ""
+        blobs.network.books.arena_address = ""
     return PeerTier(blobs, ask_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
 
 

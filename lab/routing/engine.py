@@ -124,7 +124,7 @@ class PeerGroup:
     def join(self, engine: SimulatedEngine) -> Callable[[Lends], object]:
         """An engine is there; returns what it says with."""
         said = self.books.begin(reads=True)
-        self.books.take(said, PeerHello(engine.number, door=""))
+        self.books.take(said, PeerHello(engine.number, arena_address=""))
         self._members[id(said)] = engine
         return partial(self.books.take, said)
 

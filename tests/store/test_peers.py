@@ -34,7 +34,7 @@ from penstock.store.peers.messages import (
     Resets,
     frames,
 )
-from penstock.store.peers.near import ArenaDoor, ArenaShown, NearPeer, shown
+from penstock.store.peers.near import ArenaListener, ArenaShown, NearPeer, shown
 from penstock.store.peers.tier import PeerTier
 from penstock.store.shared.generations import Lineage
 from penstock.store.shared.values import generation_name, piece_of
@@ -142,7 +142,7 @@ def peers(
 ) -> Iterator[Peers]:
     """Peers that map each other's arenas, or that do not: as if on other machines."""
     if request.param != "mapped":
-        monkeypatch.setattr(network, "_open_door", lambda _: None)
+        monkeypatch.setattr(network, "_listen_for_readers", lambda _: None)
     monkeypatch.setattr(network, "RETRY_S", 0.01)
     monkeypatch.setattr(network, "RETRY_MAX_S", 0.05)
     with ExitStack() as stack:
@@ -617,10 +617,12 @@ class FalsePeer:
     """Greets as a peer that lists a block and shows an arena, as it is told."""
 
     def __init__(self, address: str, folder: Path, stack: ExitStack) -> None:
-        self._path, self._stack = str(folder / "door"), stack
-        self._door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self._door.bind(self._path)
-        self._door.listen()
+        self._path, self._stack = str(folder / "arenas"), stack
+        self._arena_listener = stack.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
+        self._arena_listener.bind(self._path)
+        self._arena_listener.listen()
         self._listener = stack.enter_context(
             Listener("false peer", address.replace("unix:", "ipc://"))
         )
@@ -632,8 +634,8 @@ class FalsePeer:
         channel.send(frames.encode(PeerHello(1, self._path)))
         where = np.array(slots, dtype="<i4").tobytes()
         channel.send(frames.encode(Lends(1, SPACE, 0, [piece], b"".join(keys), where, 1, b"")))
-        self._door.settimeout(WAIT_S)
-        self._caller = self._stack.enter_context(self._door.accept()[0])
+        self._arena_listener.settimeout(WAIT_S)
+        self._caller = self._stack.enter_context(self._arena_listener.accept()[0])
         self._caller.settimeout(WAIT_S)
         assert self._caller.recv(64) == (1).to_bytes(8, "little")
 
@@ -689,25 +691,25 @@ def test_slots_that_an_arena_does_not_have_are_not_read(peers: Peers, tmp_path: 
         assert engine.tier.state().on
 
 
-def test_a_door_turns_away_whom_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_turns_away_whom_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "CALLERS_MAX", 1)
-    door = ArenaDoor(1)
+    listener = ArenaListener(1)
     try:
-        first, second = NearPeer(door.path, 1), NearPeer(door.path, 1)
+        first, second = NearPeer(listener.path, 1), NearPeer(listener.path, 1)
         first.ask(7)
 
-        assert [number for _, number in door.asked()] == [7]
+        assert [number for _, number in listener.asked()] == [7]
 
-        assert not select.select(door.descriptors, [], [], 0)[0]
+        assert not select.select(listener.descriptors, [], [], 0)[0]
         with pytest.raises(PeerError, match="closed"):
             second.take()
         assert first.take() is None
         first.close()
         second.close()
     finally:
-        door.close()
+        listener.close()
     with pytest.raises(UnavailableError, match="no arenas at"):
-        NearPeer(door.path, 1)
+        NearPeer(listener.path, 1)
 
 
 def test_who_does_not_say_who_it_is_is_cut_off(

@@ -137,8 +137,8 @@ class Known(NamedTuple):
 class PeerBooks:
     """The state of one process; whoever has it guards it."""
 
-    def __init__(self, process: int, door: str = "") -> None:
-        self.process, self.door = process, door
+    def __init__(self, process: int, arena_address: str = "") -> None:
+        self.process, self.arena_address = process, arena_address
         self.generations = PeerGenerations()
         self.lendings = Lendings()
         self.shapes: dict[bytes, list[bytes]] = {}
@@ -351,7 +351,7 @@ class PeerBooks:
         """What it is to be told next, but for answers to its reads."""
         if not to.hello_sent:
             to.hello_sent = True
-            return PeerHello(self.process, self.door)
+            return PeerHello(self.process, self.arena_address)
         if to.resets_due:
             space = next(iter(to.resets_due))
             asks = to.resets_due.pop(space)

@@ -63,7 +63,7 @@ class PeerHello(PeerMessage, array_like=True, frozen=True, gc=False):
 
     process: Count
     """A number that this process has drawn."""
-    door: Text
+    arena_address: Text
     """Where peers of this machine get its arenas (`near`); empty: nowhere."""
 
 

@@ -1,6 +1,6 @@
 """Arenas of peers on this machine, mapped: blocks are copied straight out of them.
 
-The lender has a *door*, a Unix socket in its private folder, and names it when it greets. A peer
+The lender listens at a Unix socket in its private folder, and names it when it greets. A peer
 whose process can open it, and is of the same user, asks there for the arenas of an engine:
 
     reader    number of the lender (8 bytes)
@@ -77,7 +77,7 @@ shown: FrameCodec[ArenaShown] = FrameCodec(
 )
 
 
-class ArenaDoor:
+class ArenaListener:
     """Where peers of this machine get arenas. It belongs to the thread of the network.
 
     Raises:
@@ -215,13 +215,13 @@ class NearPeer:
         if isinstance(packet, Empty):
             return None
         if not isinstance(packet, Packet):
-            raise PeerError("its door is closed")
+            raise PeerError("its socket for arenas is closed")
         try:
             if packet.problem or len(packet.descriptors) != 1:
                 raise PeerError(packet.problem or "no arena came with its description")
             said = shown.decode(packet.frame)
             if said.process != self._process:
-                raise PeerError("another process has its door")
+                raise PeerError("another process has its socket for arenas")
             form = Form.from_bytes(said.form)
             host = HostTier.attach(
                 packet.descriptors[0], form.layout, said.slot_count, writable=False

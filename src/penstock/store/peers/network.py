@@ -46,7 +46,7 @@ from penstock.store.peers.messages import (
     frames,
     read_frame,
 )
-from penstock.store.peers.near import ArenaDoor, NearPeer
+from penstock.store.peers.near import ArenaListener, NearPeer
 from penstock.store.shared.values import piece_of
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
@@ -157,8 +157,10 @@ class PeerNetwork:
         self.resets_told = threading.Condition(self.lock)
         """Of who waits for peers to know a reset."""
         process = secrets.randbits(63)
-        self._door = _open_door(process)
-        self.books = PeerBooks(process, "" if self._door is None else self._door.path)
+        self._arena_listener = _listen_for_readers(process)
+        self.books = PeerBooks(
+            process, "" if self._arena_listener is None else self._arena_listener.path
+        )
         self.on_reset: Callable[[bytes], None] = lambda _: None
         """Called without the lock when another generation of a space counts, and"""
         self.on_listing: Callable[[], None] = lambda: None
@@ -286,7 +288,7 @@ class PeerNetwork:
             return  # One is answered in each turn.
         channels: list[Waitable] = [self._listener, *(each.channel for each in talks)]
         descriptors = [self._wake, *(each.near.descriptor for each in talks if each.near)]
-        descriptors += self._door.descriptors if self._door else []
+        descriptors += self._arena_listener.descriptors if self._arena_listener else []
         wait_any(channels, descriptors, deadline=min(at))
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -388,7 +390,7 @@ class PeerNetwork:
                 self._ask_arenas(talk, message.lender)
             known = self.books.take(said, message)
             if new and talk.address and isinstance(message, PeerHello):
-                self._meet(talk, message.door)
+                self._meet(talk, message.arena_address)
             if known.answer is not None:
                 asker = talk.asked.pop(known.answer.number, None)
                 if asker is not None:  # Or it was too late.
@@ -403,11 +405,11 @@ class PeerNetwork:
     # Arenas of peers on this machine.
 
     def _show_arenas(self) -> None:
-        for channel, number in self._door.asked() if self._door else ():
+        for channel, number in self._arena_listener.asked() if self._arena_listener else ():
             with self.lock:
                 lender = self.books.lendings.of_number(number)
-                if lender is not None and self._door is not None:
-                    self._door.show(channel, lender)
+                if lender is not None and self._arena_listener is not None:
+                    self._arena_listener.show(channel, lender)
 
     def _ask_arenas(self, talk: _Talk, lender: int) -> None:
         if talk.near is not None:
@@ -435,7 +437,7 @@ class PeerNetwork:
             talk.near = None
             logger.info("memory of a peer is not mapped: at=%s cause=%s", talk.address, why)
 
-    def _meet(self, talk: _Talk, door: str) -> None:
+    def _meet(self, talk: _Talk, arena_address: str) -> None:
         """A peer has said who it is: itself, or one that we read from already, is not wanted."""
         process, target = talk.conversation.process, self._targets[talk.address]
         same = [
@@ -448,7 +450,8 @@ class PeerNetwork:
             raise _NeedlessError
         target.needless, target.met_at = False, time.monotonic()
         with suppress(UnavailableError):  # It is on another machine, or of another user.
-            talk.near = NearPeer(door, process) if door and process is not None else None
+            if arena_address and process is not None:
+                talk.near = NearPeer(arena_address, process)
         far = "" if talk.near is None else " on this machine"
         logger.info("peer is here: at=%s%s", talk.address, far)
 
@@ -557,17 +560,17 @@ class PeerNetwork:
         for talk in self._all():
             self._close(talk, "this process ends")
         self._listener.close()
-        if self._door is not None:
-            self._door.close()
+        if self._arena_listener is not None:
+            self._arena_listener.close()
 
 
 class _NeedlessError(Exception):
     """A channel that is not wanted."""
 
 
-def _open_door(process: int) -> ArenaDoor | None:
+def _listen_for_readers(process: int) -> ArenaListener | None:
     try:
-        return ArenaDoor(process)
+        return ArenaListener(process)
     except UnavailableError as error:
         logger.warning("peers of this machine get blocks over channels alone: cause=%s", error)
         return None
