@@ -247,7 +247,7 @@ def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
 def test_a_process_that_is_killed_as_soon_as_it_was_started_is_missed(
     trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's pool did not look after the one that it had started last."""
+    """Python's pool does not watch the one that it has started last."""
 
     class BlocksReplays(Watched):
         def reading(self, found: FirstPass, *, ended: bool) -> None:

@@ -67,7 +67,7 @@ HOST_SIZES = 3
 STRETCHES = (0.5, 1.0, 2.0)
 """How much longer the trace lasts: half the time is twice the load."""
 ASK_S = 10.0
-"""How often a pool in which nothing ends is asked whether its processes live."""
+"""How long nothing ends in a pool before it is asked whether its processes live."""
 KILL_S = 10.0
 """How long a process that was killed is waited for."""
 CURVE_POINTS = 24
@@ -297,8 +297,8 @@ class Planner:
                 while left:
                     ended, left = wait(left, ASK_S, FIRST_COMPLETED)
                     if not ended:
-                        # The pool looks after processes that it had when it was asked last, not
-                        # after one that it started then: more work has it look again.
+                        # The pool watches the processes that it had when it got work last, not
+                        # one that it started for this work: further work has it look again.
                         with _interrupts_left_to_this_process():
                             pool.submit(_do_nothing).cancel()
                     for future in ended:
@@ -429,7 +429,7 @@ def _requests_of(settings: PlanSettings, block_tokens: int) -> Iterator[TraceReq
 
 
 def _do_nothing() -> None:
-    """What a pool is asked for, to have it look after its processes."""
+    """Work for a pool that is to look at its processes."""
 
 
 def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
