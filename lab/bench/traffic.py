@@ -7,6 +7,7 @@ nine in ten get their first token within a bound.
 |--------------------|--------------------------------------------------------------------|
 | `off`              | device blocks alone                                                |
 | `lru`, `adaptive`  | a host tier below, and what leaves first                           |
+| `exclusive`        | the same with LRU, where the tier gives up first what is above it  |
 | `lru, always load` | whatever is found is loaded, even if computing is predicted sooner |
 | `lru, no loads ahead` | loads begin when there is room in a step                        |
 | `lru, by layers`   | loads fill one layer after another, and steps join them            |
@@ -58,6 +59,7 @@ VARIANTS = {
         Variant(name=INFINITE, host=False, infinite=True),
         Variant(name=OFF, host=False),
         Variant(name=LRU),
+        Variant(name="exclusive", write="exclusive"),
         Variant(name="lru, always load", load_gate="off"),
         Variant(name="lru, no loads ahead", loads_ahead=False),
         Variant(name="adaptive", eviction="adaptive"),

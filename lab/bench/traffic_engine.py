@@ -47,6 +47,7 @@ class Variant:
     name: str
     host: bool = True
     eviction: str = "lru"
+    write: str = "write_through"
     load_gate: str = "measured"
     loads_ahead: bool = True
     """Whether loads begin before there is room in a step."""
@@ -250,7 +251,7 @@ class TrafficStage:
     def _config(self, variant: Variant) -> str:
         host = (
             f'{{ name = "host", kind = "host", blocks = {self._host_blocks}, required = true, '
-            f'eviction = "{variant.eviction}" }}'
+            f'eviction = "{variant.eviction}", write = "{variant.write}" }}'
         )
         return f"""
             version = 1
