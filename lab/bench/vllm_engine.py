@@ -125,13 +125,13 @@ class EngineProcess:
         self._unread = b""
         self._said: deque[str] = deque(maxlen=LINES_KEPT)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = START_S) -> None:
         """Waits until the engine has started.
 
         Raises:
             UnavailableError: it ended, or took too long.
         """
-        self._line("ready", START_S)
+        self._line("ready", seconds)
 
     def run_round(self, seed: int, workload: Workload) -> RoundResult:
         """One round of a workload.

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -39,6 +39,9 @@ from lab.bench.sglang import TOKENS as SGLANG_TOKENS
 from lab.bench.sglang import TOKENS_MAX as SGLANG_TOKENS_MAX
 from lab.bench.sglang import run_sglang
 from lab.bench.sglang_child import PAGE_TOKENS as SGLANG_PAGE
+from lab.bench.sglang_gpu import SGLANG_SHAPES, SglangGpuPlan, run_sglang_gpu
+from lab.bench.sglang_gpu_child import PAGE_TOKENS as SGLANG_GPU_PAGE
+from lab.bench.sglang_gpu_child import SIDES as SGLANG_GPU_SIDES
 from lab.bench.store import ROUNDS as STORE_ROUNDS
 from lab.bench.store import run_store
 from lab.bench.vllm_gpu import PARTS as GPU_PARTS
@@ -87,6 +90,7 @@ class BenchDevice(Enum):
 
 PAIR_ROUNDS = 9
 GPU = GpuPlan()
+SGLANG_GPU = SglangGpuPlan()
 
 WORKLOAD = {workload.name: workload for workload in WORKLOADS}
 """Those of `bench vllm`, by name."""
@@ -517,10 +521,6 @@ def bench_vllm_gpu(
         raise typer.BadParameter(f"is {room!r}, must be two numbers", param_hint="--room")
     if GPU_PLAIN not in chosen:
         raise typer.BadParameter(f"is {sides!r}, must have {GPU_PLAIN}", param_hint="--sides")
-    try:
-        more = msgspec.json.decode(options, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"must be an object: {error}", param_hint="--options") from error
     plan = GpuPlan(
         shape=shape,
         parts=_names("--only", parts, GPU_PARTS),
@@ -529,7 +529,7 @@ def bench_vllm_gpu(
         pool_tokens=rooms[0],
         gib=rooms[1],
         rounds=rounds,
-        options=more,
+        options=_options(options),
     )
     run_vllm_gpu(report, python=peer_python or Path(sys.executable), plan=plan)
 
@@ -589,6 +589,47 @@ def bench_sglang(
         )
     python = peer_python or Path(sys.executable)
     run_sglang(report, python=python, tokens=tokens, prompts=prompts, sides=names)
+
+
+@bench("sglang-gpu")
+def bench_sglang_gpu(
+    report: BenchReport,
+    *,
+    peer_python: PeerOption = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, max=100, help="In which prompts come again.")
+    ] = SGLANG_GPU.rounds,
+    shape: Annotated[
+        str, typer.Option("--shape", help=f"Sizes of the model: {', '.join(SGLANG_SHAPES)}.")
+    ] = SGLANG_GPU.shape,
+    sides: Annotated[str, typer.Option("--sides", help="By comma.")] = ",".join(SGLANG_GPU_SIDES),
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=SGLANG_GPU_PAGE, max=65_536, help="Of each prompt.")
+    ] = SGLANG_GPU.tokens,
+    gib: Annotated[
+        int, typer.Option("--gib", min=1, max=1024, help="Host memory of a side.")
+    ] = SGLANG_GPU.gib,
+    options: Annotated[
+        str,
+        typer.Option(
+            "--options",
+            metavar="JSON",
+            help='More of what SGLang is told; below "side NAME", that side alone.',
+        ),
+    ] = "{}",
+) -> None:
+    """Measure SGLang on a GPU with and without something below its cache."""
+    _names("--shape", shape, SGLANG_SHAPES)
+    more = _options(options)
+    plan = SglangGpuPlan(
+        shape=shape,
+        sides=_names("--sides", sides, SGLANG_GPU_SIDES),
+        tokens=tokens,
+        rounds=rounds,
+        gib=gib,
+        options=more,
+    )
+    run_sglang_gpu(report, python=peer_python or Path(sys.executable), plan=plan)
 
 
 @bench("pair")
@@ -659,6 +700,14 @@ def _counts(text: str, *, option: str) -> tuple[int, ...]:
             param_hint=option,
         )
     return tuple(map(int, numbers))
+
+
+def _options(text: str) -> dict[str, Any]:
+    """What `--options` says."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"must be an object: {error}", param_hint="--options") from error
 
 
 def _names(option: str, given: str, known: Iterable[str], *, between: str = ",") -> tuple[str, ...]:
