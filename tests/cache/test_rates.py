@@ -73,7 +73,7 @@ def test_a_copy_alone_is_measured_from_its_start_to_its_end(meter: HopMeter) -> 
     meter.begin(10, now=1.0)
     meter.end(10, now=3.0, whole=True)
 
-    meter.tick()
+    meter.tick(3.0)
 
     assert meter.seen.value(3.0) == 5.0
     assert meter.queued == 0
@@ -85,7 +85,7 @@ def test_copies_that_wait_for_each_other_are_measured_together(meter: HopMeter) 
     meter.end(10, now=2.0, whole=True)
     meter.end(10, now=2.0 + 1e-6, whole=True)
 
-    meter.tick()
+    meter.tick(3.0)
 
     assert meter.seen.value(2.0) == pytest.approx(10.0)
 
@@ -96,7 +96,7 @@ def test_idle_time_does_not_count(meter: HopMeter) -> None:
     meter.begin(10, now=50.0)
     meter.end(10, now=51.0, whole=True)
 
-    meter.tick()
+    meter.tick(51.0)
 
     assert meter.seen.value(51.0) == 10.0
     assert sample_count(meter.seen) == 2
@@ -107,7 +107,7 @@ def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> N
     for step in range(1, 5):
         meter.begin(10, now=float(step))
         meter.end(10, now=float(step), whole=True)
-        meter.tick()
+        meter.tick(float(step))
 
     assert meter.queued == 10
     assert meter.seen.value(4.0) == 10.0
@@ -120,7 +120,7 @@ def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
     meter.end(10, now=1.0, whole=True)
     meter.end(10, now=30.0, whole=False)
 
-    meter.tick()
+    meter.tick(30.0)
 
     assert meter.seen.value(30.0) is None
     assert meter.queued == 0
@@ -129,41 +129,74 @@ def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
 def test_what_took_no_time_tells_nothing(meter: HopMeter) -> None:
     meter.begin(10, now=1.0)
     meter.end(10, now=1.0, whole=True)
-    meter.tick()
+    meter.tick(1.0)
     meter.begin(10, now=2.0)
     meter.end(10, now=3.0, whole=True)
-    meter.tick()
+    meter.tick(3.0)
 
     assert meter.seen.value(3.0) == 10.0
 
 
 def test_a_copy_that_ends_within_a_few_steps_decides_nothing(meter: HopMeter) -> None:
     meter.begin(10, now=0.0)
-    for _ in range(STEPS_TO_TELL - 1):
-        meter.tick()
+    for step in range(1, STEPS_TO_TELL):
+        meter.tick(step / 10)
 
     meter.end(10, now=1.0, whole=True)
-    meter.tick()
+    meter.tick(1.0)
 
     assert meter.seen.value(1.0) == 10.0
     assert meter.bound.value(1.0) is None
 
 
-def test_a_copy_that_takes_longer_than_a_few_steps_decides(meter: HopMeter) -> None:
+def test_of_a_copy_that_takes_longer_than_a_few_steps_the_time_before_these_decides(
+    meter: HopMeter,
+) -> None:
     meter.begin(10, now=0.0)
-    for _ in range(STEPS_TO_TELL):
-        meter.tick()
+    for step in range(1, 20):
+        meter.tick(step / 10)
 
-    meter.end(10, now=1.0, whole=True)
-    meter.tick()
+    meter.end(10, now=2.0, whole=True)
+    meter.tick(2.0)
 
-    assert meter.bound.value(1.0) == 10.0
+    assert meter.seen.value(2.0) == 5.0
+    assert meter.bound.value(2.0) == pytest.approx(10 / 1.5)
+
+
+def test_quick_loads_that_a_long_step_hides_do_not_look_slow(meter: HopMeter) -> None:
+    """Eight requests come at once: nothing is computed until the first is loaded, then a lot is."""
+    for _ in range(8):
+        meter.begin(100, now=0.0)
+    for step in range(1, 11):
+        meter.tick(step / 1000)
+    meter.end(100, now=0.010, whole=True)
+    meter.tick(0.011)
+    for _ in range(7):
+        meter.end(100, now=0.300, whole=True)
+    meter.tick(0.301)
+
+    assert meter.seen.value(0.301) == pytest.approx(10_000)
+    assert meter.bound.value(0.301) == pytest.approx(10_000)
+    assert sample_count(meter.seen) == 2
+    assert sample_count(meter.bound) == 1, "the seven ended at some time in the long step"
+
+
+def test_while_a_copy_waits_for_those_before_it_all_time_counts(meter: HopMeter) -> None:
+    for _ in range(3):
+        meter.begin(100, now=0.0)
+    for step in range(1, 31):
+        if step % 10 == 0:
+            meter.end(100, now=float(step), whole=True)
+        meter.tick(float(step))
+
+    # The third had nothing behind it: it was under way until five ticks before its end, at least.
+    assert [*meter.bound._recent] == pytest.approx([10.0, 10.0, 20.0])
 
 
 def test_copies_one_after_the_other_are_not_overdue_together(meter: HopMeter) -> None:
     for step in range(20):
         meter.begin(10, now=float(step))
-        meter.tick()
+        meter.tick(float(step))
         if step:
             meter.end(10, now=float(step), whole=True)
 
@@ -174,7 +207,7 @@ def test_copies_one_after_the_other_are_not_overdue_together(meter: HopMeter) ->
 def test_a_backlog_that_the_hop_does_not_work_off_decides(meter: HopMeter) -> None:
     for step in range(1, 20):
         meter.begin(20, now=float(step))
-        meter.tick()
+        meter.tick(float(step))
         meter.end(10, now=float(step), whole=True)
 
     assert meter.bound.value(20.0) == 10.0
@@ -186,8 +219,8 @@ def test_meters_with_different_numbers_of_overdue_blocks_are_not_in_the_same_sta
     all_late.begin(3, now=0.0)
     one_late.begin(2, now=0.0)
     for meter in (all_late, one_late):
-        for _ in range(STEPS_TO_TELL):
-            meter.tick()
+        for step in range(STEPS_TO_TELL):
+            meter.tick(float(step))
     one_late.begin(2, now=0.0)
     one_late.end(1, now=0.0, whole=False)
 

@@ -37,9 +37,9 @@ def compute_at(driver: Driver, tokens_per_s: float) -> None:
 def measure(driver: Driver, purpose: Purpose, blocks_per_s: float) -> None:
     """The open copy of a purpose takes as long as it does at such a rate."""
     copy = driver.copy(purpose)
+    driver.now += len(copy.keys) / blocks_per_s
     for _ in range(STEPS_TO_TELL):
         driver.tick()
-    driver.now += len(copy.keys) / blocks_per_s
     driver.complete(copy)
     driver.tick()
 
@@ -177,9 +177,21 @@ def test_a_short_load_may_unlock_many_blocks_of_the_device(driver: Driver) -> No
     assert granted.cached_by_tier == (2, 2)
 
 
+@pytest.mark.parametrize(("tokens_per_s", "loaded"), [(85.0, 6), (170.0, 6), (172.0, 0)])
+def test_beside_other_loads_a_request_waits_twice_as_long_as_it_would_compute(
+    driver: Driver, tokens_per_s: float, loaded: int
+) -> None:
+    measure_loads(driver, 100.0)
+    compute_at(driver, tokens_per_s)
+    driver.acquire("abcd")
+
+    # Three blocks behind four take 70 ms; to compute six tokens takes 70 ms and 35 ms.
+    assert driver.acquire("wxy").cached_tokens == loaded
+
+
 def test_what_is_queued_on_the_hop_is_waited_for(driver: Driver) -> None:
     measure_loads(driver, 100.0)
-    compute_at(driver, 150.0)  # Loading is a third faster, where nothing is queued.
+    compute_at(driver, 180.0)  # Loading is a tenth faster, where nothing is queued.
 
     first, second = driver.acquire("abcd"), driver.acquire("wxy")
 

@@ -568,9 +568,9 @@ def test_a_reset_forgets_the_directory_and_drops_no_block(make_driver: MakeDrive
 def stage_at(driver: Driver, prompt: str, blocks_per_s: float) -> None:
     """A request whose blocks come from the store at some rate, and at once from the hub."""
     granted = driver.acquire(prompt)
+    driver.now += len(prompt) / blocks_per_s
     for _ in range(9):
         driver.tick()
-    driver.now += len(prompt) / blocks_per_s
     driver.complete(driver.copy(Purpose.STAGE))
     driver.tick()
     driver.finish()

@@ -80,8 +80,17 @@ class HopMeter:
     A copy is seen to end at the border of a step, so one that took a moment seems to have taken
     a step. Where steps are long, a quick hop looks slow by that; were it believed, everything
     would be computed, and steps would stay long. So there are two rates. `seen` is of all
-    stretches, for people. `bound` decides, and is of those in which a copy was *overdue*: under
-    way for more than `STEPS_TO_TELL` ticks, so that the hop, not the step, was waited for.
+    stretches, for people. `bound` decides, and counts only what the steps cannot explain:
+
+    | at the end of a stretch                         | it took                               |
+    |-------------------------------------------------|---------------------------------------|
+    | a copy is still under way that was asked for    | all of it: the hop was never idle     |
+    | more than `STEPS_TO_TELL` ticks ago             |                                       |
+    | otherwise                                       | the time before its last              |
+    |                                                 | `STEPS_TO_TELL` ticks, if there is any|
+
+    An engine that has nothing to compute ticks without a pause until its first load has come, and
+    then computes a long step: the other loads end early in it, and are seen to end after it.
     """
 
     __slots__ = (
@@ -90,8 +99,9 @@ class HopMeter:
         "_asked_by_tick",
         "_last",
         "_over",
-        "_overdue",
         "_since",
+        "_sure",
+        "_ticks",
         "bound",
         "copied",
         "seen",
@@ -109,10 +119,13 @@ class HopMeter:
         self._over = 0
         self._asked_by_tick: deque[int] = deque((0,) * STEPS_TO_TELL, maxlen=STEPS_TO_TELL)
         """How many had been asked for at the last ticks, oldest first."""
+        self._ticks: deque[float] = deque((0.0,) * STEPS_TO_TELL, maxlen=STEPS_TO_TELL)
+        """When the last ticks were, oldest first."""
         self._since = 0.0
         self._last = 0.0
         self._arrived = 0
-        self._overdue = False
+        self._sure = 0.0
+        """Until when a copy was surely under way that has arrived since."""
 
     @property
     def queued(self) -> int:
@@ -127,34 +140,41 @@ class HopMeter:
 
     def end(self, block_count: int, now: float, *, whole: bool) -> None:
         """Notes that every rank has ended a copy; one that failed in part is not measured."""
-        overdue = self._asked_by_tick[0] > self._over
+        overdue = self._is_overdue
         self._over += block_count
         if whole:
             self.copied += block_count
             self._arrived += block_count
             self._last = now
-            self._overdue |= overdue
+            if overdue:
+                self._sure = self._ticks[0]
         else:
             self._forget(now)
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """A step of the engine: ends a stretch, if anything arrived in it."""
         self._sample()
         self._asked_by_tick.append(self._asked)
+        self._ticks.append(now)
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether a copy is under way for longer than steps alone could make it look."""
+        return self._asked_by_tick[0] > self._over
 
     def _sample(self) -> None:
         seconds = self._last - self._since
         if not self._arrived or seconds <= 0:
             return
         self.seen.add(self._arrived / seconds, self._last)
-        if self._overdue:
-            self.bound.add(self._arrived / seconds, self._last)
+        hop_s = seconds if self._is_overdue else self._sure - self._since
+        if hop_s > 0:
+            self.bound.add(self._arrived / hop_s, self._last)
         self._forget(self._last)
 
     def _forget(self, now: float) -> None:
-        self._since = now
+        self._since = self._sure = now
         self._arrived = 0
-        self._overdue = False
 
 
 STALL_SHARE_MAX = 0.05

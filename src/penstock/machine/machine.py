@@ -245,7 +245,7 @@ class CacheMachine:
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     copies.expire(books, now)
     acquire.expire(books, now)
-    books.rates.tick()
+    books.rates.tick(now)
     books.expire_blocks(now)
     # First what takes slots, then what makes room.
     writes.go_on_everywhere(books, now)
