@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import pytest
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
@@ -22,14 +21,13 @@ from penstock.machine.audit import audit
 from penstock.machine.machine import CacheMachine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
     from penstock.cache.operations import BlockFault, Purpose
     from penstock.machine.books import Books
     from penstock.vocabulary.keys import Key, LeaseId, OperationId
 
-    MakeDriver = Callable[..., "Driver"]
 
 EffectT = TypeVar("EffectT", bound=ef.Effect)
 
@@ -228,34 +226,29 @@ def _tier(name: str, size: int | TierSettings | None, write: WritePolicy, evicti
     return size
 
 
-@pytest.fixture
-def make_driver() -> MakeDriver:
-    """Builds drivers of small machines; a tier is its number of slots, or its settings."""
-
-    def make(
-        *,
-        device: int | TierSettings | None = 8,
-        host: int | TierSettings | None = None,
-        disk: int | TierSettings | None = None,
-        shared: int | TierSettings | None = None,
-        write: str = "write_through",
-        eviction: str = "lru",
-        ranks: int = 1,
-        **settings: Any,
-    ) -> Driver:
-        policy = WritePolicy(kind=WriteKind(write))
-        lower = (
-            _tier(name, size, policy, eviction)
-            for name, size in (("host", host), ("disk", disk), ("shared", shared))
+def make_driver(
+    *,
+    device: int | TierSettings | None = 8,
+    host: int | TierSettings | None = None,
+    disk: int | TierSettings | None = None,
+    shared: int | TierSettings | None = None,
+    write: str = "write_through",
+    eviction: str = "lru",
+    ranks: int = 1,
+    **settings: Any,
+) -> Driver:
+    """A driver of a small machine; a tier is its number of slots, or its settings."""
+    policy = WritePolicy(kind=WriteKind(write))
+    lower = (
+        _tier(name, size, policy, eviction)
+        for name, size in (("host", host), ("disk", disk), ("shared", shared))
+    )
+    return Driver(
+        CacheSettings(
+            device=_tier("device", device, policy, eviction),
+            tiers=tuple(tier for tier in lower if tier is not None),
+            block_tokens=BLOCK_TOKENS,
+            rank_count=ranks,
+            **settings,
         )
-        return Driver(
-            CacheSettings(
-                device=_tier("device", device, policy, eviction),
-                tiers=tuple(tier for tier in lower if tier is not None),
-                block_tokens=BLOCK_TOKENS,
-                rank_count=ranks,
-                **settings,
-            )
-        )
-
-    return make
+    )

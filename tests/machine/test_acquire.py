@@ -13,9 +13,10 @@ from penstock.cache.operations import Purpose
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 def slot_states(driver: Driver, table: Any) -> list[SlotState]:
@@ -25,7 +26,7 @@ def slot_states(driver: Driver, table: Any) -> list[SlotState]:
 # -------------------------------------------------------------------- what is found
 
 
-def test_an_unknown_prompt_gets_slots_for_all_its_tokens(make_driver: MakeDriver) -> None:
+def test_an_unknown_prompt_gets_slots_for_all_its_tokens() -> None:
     driver = make_driver(device=8)
 
     granted = driver.acquire("ab", more_tokens=1)
@@ -36,7 +37,7 @@ def test_an_unknown_prompt_gets_slots_for_all_its_tokens(make_driver: MakeDriver
     assert slot_states(driver, granted.table) == [SlotState.FILLING] * 3
 
 
-def test_the_longest_known_prefix_is_found(make_driver: MakeDriver) -> None:
+def test_the_longest_known_prefix_is_found() -> None:
     driver = make_driver(device=16)
     driver.store("abc", "abx", "q")
 
@@ -46,7 +47,7 @@ def test_the_longest_known_prefix_is_found(make_driver: MakeDriver) -> None:
     assert granted.state is LeaseState.READY
 
 
-def test_found_blocks_are_the_ones_that_were_stored(make_driver: MakeDriver) -> None:
+def test_found_blocks_are_the_ones_that_were_stored() -> None:
     driver = make_driver(device=8)
     first = driver.compute("abc")
 
@@ -55,7 +56,7 @@ def test_found_blocks_are_the_ones_that_were_stored(make_driver: MakeDriver) -> 
     assert second.table[:3].tolist() == first.table[:3].tolist()
 
 
-def test_a_prefix_is_matched_over_all_tiers_in_one_ordered_list(make_driver: MakeDriver) -> None:
+def test_a_prefix_is_matched_over_all_tiers_in_one_ordered_list() -> None:
     driver = make_driver(device=4, host=8, disk=8)
     driver.discover(2, "abcd")
     driver.store("ab")
@@ -68,7 +69,7 @@ def test_a_prefix_is_matched_over_all_tiers_in_one_ordered_list(make_driver: Mak
     assert granted.table[0] == lease.table[0]
 
 
-def test_blocks_of_device_and_host_may_alternate(make_driver: MakeDriver) -> None:
+def test_blocks_of_device_and_host_may_alternate() -> None:
     driver = make_driver(device=6, host=8)
     driver.store("abc")
     middle = driver.books.nodes.get(driver.key("ab"))
@@ -92,9 +93,7 @@ def test_blocks_of_device_and_host_may_alternate(make_driver: MakeDriver) -> Non
     assert keys == driver.keys("abc")
 
 
-def test_tokens_are_counted_for_the_nearest_tier_they_were_found_in(
-    make_driver: MakeDriver,
-) -> None:
+def test_tokens_are_counted_for_the_nearest_tier_they_were_found_in() -> None:
     driver = make_driver(device=4, host=8, disk=8)
     driver.discover(2, "abc")
     driver.store("a")
@@ -104,7 +103,7 @@ def test_tokens_are_counted_for_the_nearest_tier_they_were_found_in(
     assert granted.cached_by_tier == (2, 0, 4)
 
 
-def test_whole_blocks_alone_are_matched(make_driver: MakeDriver) -> None:
+def test_whole_blocks_alone_are_matched() -> None:
     driver = make_driver(device=8)
     granted = driver.acquire("ab", more_tokens=1)
     driver.commit(granted.lease, "ab", more_tokens=1)
@@ -118,7 +117,7 @@ def test_whole_blocks_alone_are_matched(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- a hit on everything
 
 
-def test_a_hit_on_the_whole_prompt_leaves_a_token_to_compute(make_driver: MakeDriver) -> None:
+def test_a_hit_on_the_whole_prompt_leaves_a_token_to_compute() -> None:
     driver = make_driver(device=8)
     driver.store("abc")
 
@@ -128,9 +127,7 @@ def test_a_hit_on_the_whole_prompt_leaves_a_token_to_compute(make_driver: MakeDr
     assert granted.miss.reason is MissReason.NONE
 
 
-def test_a_hit_on_the_whole_prompt_does_not_rewrite_a_shared_block(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_hit_on_the_whole_prompt_does_not_rewrite_a_shared_block() -> None:
     driver = make_driver(device=8)
     first = driver.compute("abc")
 
@@ -140,9 +137,7 @@ def test_a_hit_on_the_whole_prompt_does_not_rewrite_a_shared_block(
     assert slot_states(driver, granted.table[2:]) == [SlotState.FILLING]
 
 
-def test_the_block_computed_again_for_a_whole_hit_leaves_no_second_copy(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_block_computed_again_for_a_whole_hit_leaves_no_second_copy() -> None:
     driver = make_driver(device=8)
     driver.store("abc")
 
@@ -154,7 +149,7 @@ def test_the_block_computed_again_for_a_whole_hit_leaves_no_second_copy(
     assert driver.free_in("device") == 5
 
 
-def test_a_prompt_of_one_token_finds_nothing_and_gets_a_block(make_driver: MakeDriver) -> None:
+def test_a_prompt_of_one_token_finds_nothing_and_gets_a_block() -> None:
     driver = make_driver(device=8)
 
     granted = driver.acquire("", more_tokens=1)
@@ -167,7 +162,7 @@ def test_a_prompt_of_one_token_finds_nothing_and_gets_a_block(make_driver: MakeD
 # -------------------------------------------------------------------- what is not matched
 
 
-def test_a_block_that_is_being_computed_is_not_matched(make_driver: MakeDriver) -> None:
+def test_a_block_that_is_being_computed_is_not_matched() -> None:
     driver = make_driver(device=8)
     driver.acquire("ab")
 
@@ -176,9 +171,7 @@ def test_a_block_that_is_being_computed_is_not_matched(make_driver: MakeDriver) 
     assert granted.cached_tokens == 0
 
 
-def test_a_block_not_filled_on_every_rank_is_not_matched_as_ready(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_not_filled_on_every_rank_is_not_matched_as_ready() -> None:
     driver = make_driver(device=8, host=8, ranks=2)
     driver.discover(1, "ab")
     first = driver.acquire("ab")
@@ -193,7 +186,7 @@ def test_a_block_not_filled_on_every_rank_is_not_matched_as_ready(
     assert {lease.state for lease in driver.books.leases.values()} == {LeaseState.READY}
 
 
-def test_a_block_saved_on_some_ranks_alone_is_not_matched(make_driver: MakeDriver) -> None:
+def test_a_block_saved_on_some_ranks_alone_is_not_matched() -> None:
     driver = make_driver(device=8, host=8, ranks=2)
     granted = driver.acquire("ab")
     driver.commit(granted.lease, "ab")
@@ -208,9 +201,7 @@ def test_a_block_saved_on_some_ranks_alone_is_not_matched(make_driver: MakeDrive
     assert again.miss.reason is MissReason.FILLING
 
 
-def test_a_block_being_saved_again_is_not_staged_from_below_at_the_same_time(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_being_saved_again_is_not_staged_from_below_at_the_same_time() -> None:
     driver = make_driver(device=8, host=2, disk=8, ranks=2)
     driver.store("a", "x", "y")
     assert driver.tiers_with("a") == {"device", "disk"}
@@ -226,7 +217,7 @@ def test_a_block_being_saved_again_is_not_staged_from_below_at_the_same_time(
     assert "host" in driver.tiers_with("a")
 
 
-def test_a_hit_is_a_use_in_every_tier_that_has_the_block(make_driver: MakeDriver) -> None:
+def test_a_hit_is_a_use_in_every_tier_that_has_the_block() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.store("a", "b")
 
@@ -235,7 +226,7 @@ def test_a_hit_is_a_use_in_every_tier_that_has_the_block(make_driver: MakeDriver
     assert [driver.leaving_order(tier) for tier in range(3)] == [["b", "a"]] * 3
 
 
-def test_a_request_may_opt_out_of_reuse(make_driver: MakeDriver) -> None:
+def test_a_request_may_opt_out_of_reuse() -> None:
     driver = make_driver(device=8)
     driver.store("ab")
 
@@ -245,7 +236,7 @@ def test_a_request_may_opt_out_of_reuse(make_driver: MakeDriver) -> None:
     assert granted.miss.reason is MissReason.OPTED_OUT
 
 
-def test_a_request_may_opt_out_of_loading(make_driver: MakeDriver) -> None:
+def test_a_request_may_opt_out_of_loading() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("abc", "a")
     driver.store("x")
@@ -263,7 +254,7 @@ def test_a_request_may_opt_out_of_loading(make_driver: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
-def test_a_refused_request_changes_nothing(make_driver: MakeDriver, eviction: str) -> None:
+def test_a_refused_request_changes_nothing(eviction: str) -> None:
     driver = make_driver(device=6, host=8, eviction=eviction)
     driver.store("abc", "x", "x", "x")
     driver.acquire("q")
@@ -278,7 +269,7 @@ def test_a_refused_request_changes_nothing(make_driver: MakeDriver, eviction: st
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
-def test_a_refused_request_is_not_felt_later_either(make_driver: MakeDriver, eviction: str) -> None:
+def test_a_refused_request_is_not_felt_later_either(eviction: str) -> None:
     def life(*, with_refusal: bool) -> list[str]:
         driver = make_driver(device=6, eviction=eviction)
         driver.store("x", "x", "x", "y", "y", "y", *"pqrstu", "x", "x")
@@ -292,7 +283,7 @@ def test_a_refused_request_is_not_felt_later_either(make_driver: MakeDriver, evi
     assert life(with_refusal=True) == life(with_refusal=False)
 
 
-def test_a_refused_request_is_counted(make_driver: MakeDriver) -> None:
+def test_a_refused_request_is_counted() -> None:
     driver = make_driver(device=2)
 
     with pytest.raises(CapacityError):
@@ -302,7 +293,7 @@ def test_a_refused_request_is_counted(make_driver: MakeDriver) -> None:
     assert (statistics.requests, statistics.requests_refused) == (0, 1)
 
 
-def test_a_refused_request_can_be_served_later(make_driver: MakeDriver) -> None:
+def test_a_refused_request_can_be_served_later() -> None:
     driver = make_driver(device=4)
     lease = driver.acquire("xyz").lease
     with pytest.raises(CapacityError):
@@ -313,7 +304,7 @@ def test_a_refused_request_can_be_served_later(make_driver: MakeDriver) -> None:
     assert driver.acquire("ab").state is LeaseState.READY
 
 
-def test_found_blocks_are_not_evicted_to_make_room_for_the_rest(make_driver: MakeDriver) -> None:
+def test_found_blocks_are_not_evicted_to_make_room_for_the_rest() -> None:
     driver = make_driver(device=4)
     driver.store("abc", "x")
 
@@ -323,7 +314,7 @@ def test_found_blocks_are_not_evicted_to_make_room_for_the_rest(make_driver: Mak
     assert driver.cached_in("device") == {"a", "ab"}
 
 
-def test_a_lease_keeps_its_blocks_from_eviction(make_driver: MakeDriver) -> None:
+def test_a_lease_keeps_its_blocks_from_eviction() -> None:
     driver = make_driver(device=4)
     lease = driver.acquire("ab").lease
     driver.commit(lease, "ab")
@@ -338,9 +329,7 @@ def test_a_lease_keeps_its_blocks_from_eviction(make_driver: MakeDriver) -> None
     ("keys", "token_count", "says"),
     [(0, 0, "at least one token"), (1, 4, "1 keys for 4 tokens"), (3, 4, "3 keys for 4 tokens")],
 )
-def test_a_request_that_makes_no_sense_is_refused(
-    make_driver: MakeDriver, keys: int, token_count: int, says: str
-) -> None:
+def test_a_request_that_makes_no_sense_is_refused(keys: int, token_count: int, says: str) -> None:
     driver = make_driver(device=8)
     before = freeze(driver.machine)
 
@@ -352,7 +341,7 @@ def test_a_request_that_makes_no_sense_is_refused(
     assert freeze(driver.machine) == before
 
 
-def test_a_prompt_with_a_key_twice_is_refused(make_driver: MakeDriver) -> None:
+def test_a_prompt_with_a_key_twice_is_refused() -> None:
     driver = make_driver(device=8)
     driver.store("a")
     before = freeze(driver.machine)
@@ -363,7 +352,7 @@ def test_a_prompt_with_a_key_twice_is_refused(make_driver: MakeDriver) -> None:
     assert freeze(driver.machine) == before
 
 
-def test_no_request_is_served_while_a_rank_is_lost(make_driver: MakeDriver) -> None:
+def test_no_request_is_served_while_a_rank_is_lost() -> None:
     driver = make_driver(device=8, ranks=3)
     driver.handle(ev.RankLost(rank=2))
 
@@ -371,14 +360,14 @@ def test_no_request_is_served_while_a_rank_is_lost(make_driver: MakeDriver) -> N
         driver.acquire("ab")
 
 
-def test_an_engine_that_manages_its_own_slots_cannot_acquire(make_driver: MakeDriver) -> None:
+def test_an_engine_that_manages_its_own_slots_cannot_acquire() -> None:
     driver = make_driver(device=None, host=8)
 
     with pytest.raises(ValueError, match="use lookup, load and save"):
         driver.acquire("ab")
 
 
-def test_a_lease_that_was_released_cannot_be_used(make_driver: MakeDriver) -> None:
+def test_a_lease_that_was_released_cannot_be_used() -> None:
     driver = make_driver(device=8)
     lease = driver.acquire("ab").lease
     driver.release(lease)
@@ -394,7 +383,7 @@ def test_a_lease_that_was_released_cannot_be_used(make_driver: MakeDriver) -> No
             driver.handle(event)
 
 
-def test_a_lease_that_waits_cannot_compute(make_driver: MakeDriver) -> None:
+def test_a_lease_that_waits_cannot_compute() -> None:
     driver = make_driver(device=8, host=8)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -411,7 +400,7 @@ def test_a_lease_that_waits_cannot_compute(make_driver: MakeDriver) -> None:
     assert freeze(driver.machine) == before
 
 
-def test_what_a_refused_request_had_matched_may_leave_for_another(make_driver: MakeDriver) -> None:
+def test_what_a_refused_request_had_matched_may_leave_for_another() -> None:
     driver = make_driver(device=6, pin_share=0.5)
     driver.store("xy", "ab")
     driver.pin("xy")

@@ -10,12 +10,13 @@ from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
-def test_what_is_missing_on_the_device_is_a_load(make_driver: MakeDriver) -> None:
+def test_what_is_missing_on_the_device_is_a_load() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "wxy")
 
@@ -31,7 +32,7 @@ def test_what_is_missing_on_the_device_is_a_load(make_driver: MakeDriver) -> Non
     assert changed.cached_tokens == 4
 
 
-def test_a_block_below_the_hub_travels_through_it(make_driver: MakeDriver) -> None:
+def test_a_block_below_the_hub_travels_through_it() -> None:
     driver = make_driver(device=4, host=8, disk=8)
     driver.discover(2, "ab")
 
@@ -48,7 +49,7 @@ def test_a_block_below_the_hub_travels_through_it(make_driver: MakeDriver) -> No
     assert driver.books.leases[granted.lease].state is LeaseState.READY
 
 
-def test_requests_that_need_the_same_block_share_its_load(make_driver: MakeDriver) -> None:
+def test_requests_that_need_the_same_block_share_its_load() -> None:
     driver = make_driver(device=5, host=8)
     driver.store("ab", "vwxy")
 
@@ -63,9 +64,7 @@ def test_requests_that_need_the_same_block_share_its_load(make_driver: MakeDrive
     assert {lease.state for lease in driver.books.leases.values()} == {LeaseState.READY}
 
 
-def test_requests_share_a_load_that_is_still_on_its_way_to_the_hub(
-    make_driver: MakeDriver,
-) -> None:
+def test_requests_share_a_load_that_is_still_on_its_way_to_the_hub() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "ab")
 
@@ -78,7 +77,7 @@ def test_requests_share_a_load_that_is_still_on_its_way_to_the_hub(
     assert {lease.state for lease in driver.books.leases.values()} == {LeaseState.READY}
 
 
-def test_a_prefetch_under_way_is_passed_on_to_the_device(make_driver: MakeDriver) -> None:
+def test_a_prefetch_under_way_is_passed_on_to_the_device() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "ab")
     driver.handle(ev.Prefetch(keys=driver.keys("ab"), cause="ahead of need"))
@@ -96,9 +95,7 @@ def test_a_prefetch_under_way_is_passed_on_to_the_device(make_driver: MakeDriver
     assert driver.books.leases[granted.lease].state is LeaseState.READY
 
 
-def test_a_prefix_that_joins_several_copies_waits_for_all_of_them(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_prefix_that_joins_several_copies_waits_for_all_of_them() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "abcd")
     driver.acquire("ab")
@@ -113,7 +110,7 @@ def test_a_prefix_that_joins_several_copies_waits_for_all_of_them(
     assert driver.books.leases[granted.lease].state is LeaseState.READY
 
 
-def test_a_long_load_is_split_into_operations_of_bounded_size(make_driver: MakeDriver) -> None:
+def test_a_long_load_is_split_into_operations_of_bounded_size() -> None:
     driver = make_driver(device=8, host=8, operation_blocks_max=2)
     driver.discover(1, "abcde")
 
@@ -125,9 +122,7 @@ def test_a_long_load_is_split_into_operations_of_bounded_size(make_driver: MakeD
     assert driver.books.leases[granted.lease].state is LeaseState.READY
 
 
-def test_a_match_ends_earlier_when_the_hub_has_no_room_to_bring_it_through(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_match_ends_earlier_when_the_hub_has_no_room_to_bring_it_through() -> None:
     driver = make_driver(device=12, host=2, disk=8)
     driver.discover(2, "abcd")
 
@@ -138,7 +133,7 @@ def test_a_match_ends_earlier_when_the_hub_has_no_room_to_bring_it_through(
     assert granted.miss.block == 2
 
 
-def test_a_load_expires_at_the_deadline_of_its_request(make_driver: MakeDriver) -> None:
+def test_a_load_expires_at_the_deadline_of_its_request() -> None:
     driver = make_driver(device=8, host=8)
     driver.discover(1, "ab")
 
@@ -151,7 +146,7 @@ def test_a_load_expires_at_the_deadline_of_its_request(make_driver: MakeDriver) 
 # -------------------------------------------------------------------- blocks on their way out
 
 
-def demoting(make_driver: MakeDriver) -> Driver:
+def demoting() -> Driver:
     """`x` and `a` are being demoted from the device."""
     device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=8, write="write_back")
@@ -162,8 +157,8 @@ def demoting(make_driver: MakeDriver) -> Driver:
     return driver
 
 
-def test_a_block_being_demoted_is_matched_again_at_once(make_driver: MakeDriver) -> None:
-    driver = demoting(make_driver)
+def test_a_block_being_demoted_is_matched_again_at_once() -> None:
+    driver = demoting()
     demotion = driver.copy(Purpose.DEMOTE)
     assert driver.words(demotion.keys) == ["a", "x"]
 
@@ -173,10 +168,8 @@ def test_a_block_being_demoted_is_matched_again_at_once(make_driver: MakeDriver)
     assert granted.cached_by_tier == (2, 0)
 
 
-def test_a_block_matched_while_being_demoted_stays_when_the_demotion_ends(
-    make_driver: MakeDriver,
-) -> None:
-    driver = demoting(make_driver)
+def test_a_block_matched_while_being_demoted_stays_when_the_demotion_ends() -> None:
+    driver = demoting()
     granted = driver.acquire("x")
     driver.release(granted.lease)
 
@@ -186,10 +179,8 @@ def test_a_block_matched_while_being_demoted_stays_when_the_demotion_ends(
     assert driver.tiers_with("a") == {"host"}
 
 
-def test_a_block_leased_again_while_being_demoted_keeps_its_slot(
-    make_driver: MakeDriver,
-) -> None:
-    driver = demoting(make_driver)
+def test_a_block_leased_again_while_being_demoted_keeps_its_slot() -> None:
+    driver = demoting()
     granted = driver.acquire("x")
 
     driver.complete(driver.copy(Purpose.DEMOTE))
@@ -198,9 +189,7 @@ def test_a_block_leased_again_while_being_demoted_keeps_its_slot(
     assert granted.table[0] not in driver.books.device.pool.free_slots()
 
 
-def test_a_slot_given_up_by_its_request_is_filled_for_those_who_wait_for_the_same_stage(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_slot_given_up_by_its_request_is_filled_for_those_who_wait_for_the_same_stage() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
     both = driver.acquire("ab")
@@ -218,9 +207,7 @@ def test_a_slot_given_up_by_its_request_is_filled_for_those_who_wait_for_the_sam
     assert driver.tiers_with("ab") == {"device", "host", "disk"}
 
 
-def test_a_corrupt_block_below_the_hub_is_computed_by_everybody_who_waits(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_corrupt_block_below_the_hub_is_computed_by_everybody_who_waits() -> None:
     driver = make_driver(device=12, host=8, disk=8)
     driver.discover(2, "abc")
     leases = [driver.acquire("abc").lease for _ in range(2)]
@@ -232,8 +219,8 @@ def test_a_corrupt_block_below_the_hub_is_computed_by_everybody_who_waits(
     assert driver.cached_in("disk") == {"a", "abc"}
 
 
-def test_blocks_on_their_way_out_are_void_after_a_reset(make_driver: MakeDriver) -> None:
-    driver = demoting(make_driver)
+def test_blocks_on_their_way_out_are_void_after_a_reset() -> None:
+    driver = demoting()
 
     driver.reset()
     driver.finish()
@@ -242,9 +229,7 @@ def test_blocks_on_their_way_out_are_void_after_a_reset(make_driver: MakeDriver)
     assert (driver.free_in("device"), driver.free_in("host")) == (4, 8)
 
 
-def test_blocks_on_their_way_out_arrive_though_a_rank_that_reported_dies(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_on_their_way_out_arrive_though_a_rank_that_reported_dies() -> None:
     device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=8, write="write_back", ranks=2)
     for word in ("x", "a", "z"):

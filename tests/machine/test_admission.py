@@ -14,13 +14,14 @@ from penstock.cache.settings import DEVICE, HUB, TierSettings, WriteKind, WriteP
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine import writes
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.cache.eviction import Judge
     from penstock.vocabulary.keys import Key
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 class ChoosyPolicy(LruPolicy):
@@ -68,7 +69,7 @@ def save(driver: Driver, prompt: str, first: int = 0, **wishes: Any) -> ef.Start
 # -------------------------------------------------------------------- what is refused
 
 
-def test_a_full_tier_keeps_what_is_worth_more_than_a_newcomer(make_driver: MakeDriver) -> None:
+def test_a_full_tier_keeps_what_is_worth_more_than_a_newcomer() -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("a", "b")
 
@@ -79,7 +80,7 @@ def test_a_full_tier_keeps_what_is_worth_more_than_a_newcomer(make_driver: MakeD
     assert driver.machine.statistics().saves_refused == 0
 
 
-def test_a_newcomer_that_is_worth_more_takes_the_place_of_another(make_driver: MakeDriver) -> None:
+def test_a_newcomer_that_is_worth_more_takes_the_place_of_another() -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("X", "b")
 
@@ -89,7 +90,7 @@ def test_a_newcomer_that_is_worth_more_takes_the_place_of_another(make_driver: M
     assert refused(driver) == {}
 
 
-def test_a_tier_with_room_takes_everything_and_asks_nobody(make_driver: MakeDriver) -> None:
+def test_a_tier_with_room_takes_everything_and_asks_nobody() -> None:
     driver = make_driver(device=12, host=tier("host", 3))
     before = ChoosyPolicy.asked
 
@@ -99,7 +100,7 @@ def test_a_tier_with_room_takes_everything_and_asks_nobody(make_driver: MakeDriv
     assert ChoosyPolicy.asked == before
 
 
-def test_free_slots_go_to_leading_blocks_whatever_they_are_worth(make_driver: MakeDriver) -> None:
+def test_free_slots_go_to_leading_blocks_whatever_they_are_worth() -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("a")
 
@@ -109,7 +110,7 @@ def test_free_slots_go_to_leading_blocks_whatever_they_are_worth(make_driver: Ma
     assert refused(driver) == {"host": 2}
 
 
-def test_what_follows_a_refused_block_is_refused_with_it(make_driver: MakeDriver) -> None:
+def test_what_follows_a_refused_block_is_refused_with_it() -> None:
     driver = make_driver(device=12, host=tier("host", 3))
     driver.store("p", "q", "r")
 
@@ -119,9 +120,7 @@ def test_what_follows_a_refused_block_is_refused_with_it(make_driver: MakeDriver
     assert refused(driver) == {"host": 2}
 
 
-def test_branches_of_a_refused_block_are_refused_in_the_same_write(
-    make_driver: MakeDriver,
-) -> None:
+def test_branches_of_a_refused_block_are_refused_in_the_same_write() -> None:
     driver = make_driver(device=12, host=tier("host", 1, "selective"))
     driver.store("p", "p", "p", "Xa", "Xb")
     books = driver.books
@@ -135,9 +134,7 @@ def test_branches_of_a_refused_block_are_refused_in_the_same_write(
     assert refused(driver) == {"host": 3}
 
 
-def test_what_follows_later_is_refused_as_well_while_the_tier_is_full(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_follows_later_is_refused_as_well_while_the_tier_is_full() -> None:
     driver = make_driver(device=None, host=tier("host", 2))
     save(driver, "pq")
     save(driver, "X")
@@ -148,9 +145,7 @@ def test_what_follows_later_is_refused_as_well_while_the_tier_is_full(
     assert driver.cached_in("host") == {"p", "pq"}
 
 
-def test_blocks_refused_on_their_way_out_make_room_above_all_the_same(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_refused_on_their_way_out_make_room_above_all_the_same() -> None:
     device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=tier("host", 1, "write_back"))
     for prompt in ("p", "q", "r", "X", "Y", "Z"):
@@ -164,7 +159,7 @@ def test_blocks_refused_on_their_way_out_make_room_above_all_the_same(
     assert driver.acquire("X").miss.reason is MissReason.REFUSED
 
 
-def test_a_priority_lets_a_block_in(make_driver: MakeDriver) -> None:
+def test_a_priority_lets_a_block_in() -> None:
     driver = make_driver(device=None, host=tier("host", 2))
     save(driver, "pq")
 
@@ -172,7 +167,7 @@ def test_a_priority_lets_a_block_in(make_driver: MakeDriver) -> None:
     assert save(driver, "X", priority=3).accepted == (0,)
 
 
-def test_the_device_never_refuses_a_block(make_driver: MakeDriver) -> None:
+def test_the_device_never_refuses_a_block() -> None:
     driver = make_driver(device=tier("device", 3))
     before = ChoosyPolicy.asked
 
@@ -182,9 +177,7 @@ def test_the_device_never_refuses_a_block(make_driver: MakeDriver) -> None:
     assert ChoosyPolicy.asked == before
 
 
-def test_what_a_preempted_request_comes_back_for_is_never_refused(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_a_preempted_request_comes_back_for_is_never_refused() -> None:
     driver = make_driver(device=8, host=tier("host", 2, "selective"))
     for prompt in ("pq", "XY"):
         granted = driver.acquire(prompt)
@@ -195,9 +188,7 @@ def test_what_a_preempted_request_comes_back_for_is_never_refused(
     assert driver.cached_in("host") == {"X", "XY"}
 
 
-def test_what_a_request_loads_goes_through_a_hub_that_would_refuse_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_a_request_loads_goes_through_a_hub_that_would_refuse_it() -> None:
     host = tier("host", 2)
     driver = make_driver(device=3, host=host, disk=TierSettings(name="disk", slot_count=16))
     driver.store("X")
@@ -211,7 +202,7 @@ def test_what_a_request_loads_goes_through_a_hub_that_would_refuse_it(
     assert driver.tiers_with("X") >= {"device", "host"}
 
 
-def test_a_tenant_over_its_quota_is_told_the_reason_that_holds(make_driver: MakeDriver) -> None:
+def test_a_tenant_over_its_quota_is_told_the_reason_that_holds() -> None:
     driver = make_driver(device=None, host=tier("host", 8, quotas={"ann": 0.25}))
     save(driver, "pq", tenant="ann")
 
@@ -220,9 +211,7 @@ def test_a_tenant_over_its_quota_is_told_the_reason_that_holds(make_driver: Make
     assert driver.cached_in("host") == {"r", "rs"}
 
 
-def test_a_store_that_gives_blocks_up_for_new_ones_is_full_whatever_its_directory_says(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_store_that_gives_blocks_up_for_new_ones_is_full_whatever_its_directory_says() -> None:
     disk = tier("disk", 8, stored=True)
     driver = make_driver(device=8, host=16, disk=disk)
     driver.store("pq", "X")
@@ -238,7 +227,7 @@ def test_a_store_that_gives_blocks_up_for_new_ones_is_full_whatever_its_director
 # -------------------------------------------------------------------- what is said of it
 
 
-def test_a_miss_says_which_tier_refused_the_block(make_driver: MakeDriver) -> None:
+def test_a_miss_says_which_tier_refused_the_block() -> None:
     driver = make_driver(device=3, host=tier("host", 2))
     driver.store("a", "b", "X")
 
@@ -251,7 +240,7 @@ def test_a_miss_says_which_tier_refused_the_block(make_driver: MakeDriver) -> No
     assert any("refused" in line for line in driver.machine.story(driver.key("X")))
 
 
-def test_a_refused_block_that_lies_above_is_found_there(make_driver: MakeDriver) -> None:
+def test_a_refused_block_that_lies_above_is_found_there() -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("a", "b", "X")
 
@@ -261,7 +250,7 @@ def test_a_refused_block_that_lies_above_is_found_there(make_driver: MakeDriver)
     assert granted.miss.reason is MissReason.NONE
 
 
-def test_a_block_that_was_taken_after_all_and_left_was_evicted(make_driver: MakeDriver) -> None:
+def test_a_block_that_was_taken_after_all_and_left_was_evicted() -> None:
     driver = make_driver(device=None, host=tier("host", 2))
     save(driver, "pq")
     save(driver, "X")
@@ -273,7 +262,7 @@ def test_a_block_that_was_taken_after_all_and_left_was_evicted(make_driver: Make
     assert found.miss.reason is MissReason.EVICTED
 
 
-def test_an_engine_that_offloads_is_told_what_was_refused(make_driver: MakeDriver) -> None:
+def test_an_engine_that_offloads_is_told_what_was_refused() -> None:
     driver = make_driver(device=None, host=tier("host", 3))
     save(driver, "pqr")
 
@@ -289,9 +278,7 @@ def test_an_engine_that_offloads_is_told_what_was_refused(make_driver: MakeDrive
 # -------------------------------------------------------------------- a second chance
 
 
-def test_a_refused_block_is_offered_again_when_it_is_hit(
-    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_block_is_offered_again_when_it_is_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("a", "b", "X")
     monkeypatch.setattr(ChoosyPolicy, "admit", lambda *_, **__: None)
@@ -301,9 +288,7 @@ def test_a_refused_block_is_offered_again_when_it_is_hit(
     assert driver.cached_in("host") == {"b", "X"}
 
 
-def test_a_block_that_left_by_eviction_is_not_written_again_for_a_hit(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_that_left_by_eviction_is_not_written_again_for_a_hit() -> None:
     driver = make_driver(device=12, host=tier("host", 2))
     driver.store("a", "b", "c")
 

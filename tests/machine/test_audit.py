@@ -14,16 +14,17 @@ from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState, OperationState, SlotState
 from penstock.errors import InvariantViolation
 from penstock.machine.audit import audit
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.machine.books import Books, LeaseRecord
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     """Cached, leased and pinned blocks, a load and a save under way, tenants with quotas."""
     device = TierSettings(name="device", slot_count=16, quotas={"ann": 0.5})
     driver: Driver = make_driver(device=device, host=8, disk=8)
@@ -316,7 +317,7 @@ def test_the_story_is_that_of_the_block_concerned(driver: Driver) -> None:
     assert found.value.story == driver.machine.story(driver.key("abc"))
 
 
-def test_blocks_of_a_fork_that_have_no_name_yet_are_no_finding(make_driver: MakeDriver) -> None:
+def test_blocks_of_a_fork_that_have_no_name_yet_are_no_finding() -> None:
     driver = make_driver()
     granted = driver.acquire("ab")
     driver.commit(granted.lease, "a", more_tokens=1)
@@ -326,7 +327,7 @@ def test_blocks_of_a_fork_that_have_no_name_yet_are_no_finding(make_driver: Make
     audit(driver.books)
 
 
-def test_free_slots_of_a_large_tier_are_not_looked_at_one_by_one(make_driver: MakeDriver) -> None:
+def test_free_slots_of_a_large_tier_are_not_looked_at_one_by_one() -> None:
     slot_count = 1_000_000
     driver = make_driver(device=8, host=8, disk=slot_count)
     driver.discover(1, "pq")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -14,9 +12,7 @@ from penstock.cache.settings import TierSettings
 from penstock.errors import CapacityError, InvariantViolation
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 each_policy = pytest.mark.parametrize("eviction", sorted(POLICIES))
 
@@ -30,7 +26,7 @@ def assert_leaf_first(order: list[str]) -> None:
 
 
 @each_policy
-def test_a_chain_is_evicted_from_its_end(make_driver: MakeDriver, eviction: str) -> None:
+def test_a_chain_is_evicted_from_its_end(eviction: str) -> None:
     driver = make_driver(device=8, eviction=eviction)
     driver.store("abcde")
 
@@ -40,9 +36,7 @@ def test_a_chain_is_evicted_from_its_end(make_driver: MakeDriver, eviction: str)
 
 
 @each_policy
-def test_no_block_leaves_before_those_that_follow_it(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_no_block_leaves_before_those_that_follow_it(eviction: str) -> None:
     driver = make_driver(device=16, eviction=eviction)
     driver.store("abc", "abx", "ay", "q", "abc", "ay", "qr")
 
@@ -53,7 +47,7 @@ def test_no_block_leaves_before_those_that_follow_it(
 
 
 @each_policy
-def test_leaf_first_holds_in_lower_tiers_too(make_driver: MakeDriver, eviction: str) -> None:
+def test_leaf_first_holds_in_lower_tiers_too(eviction: str) -> None:
     driver = make_driver(device=12, host=4, eviction=eviction)
 
     for word in ("abc", "abx", "pqr", "pqs", "x"):
@@ -64,7 +58,7 @@ def test_leaf_first_holds_in_lower_tiers_too(make_driver: MakeDriver, eviction: 
 
 
 @each_policy
-def test_a_long_prompt_can_make_room_for_another(make_driver: MakeDriver, eviction: str) -> None:
+def test_a_long_prompt_can_make_room_for_another(eviction: str) -> None:
     driver = make_driver(device=20, eviction=eviction)
     driver.store("abcdefghijklmno")
 
@@ -77,7 +71,7 @@ def test_a_long_prompt_can_make_room_for_another(make_driver: MakeDriver, evicti
 # -------------------------------------------------------------------- order
 
 
-def test_the_least_recently_used_prompt_leaves_first(make_driver: MakeDriver) -> None:
+def test_the_least_recently_used_prompt_leaves_first() -> None:
     driver = make_driver(device=8, eviction="lru")
     driver.store("a", "b", "c")
 
@@ -86,9 +80,7 @@ def test_the_least_recently_used_prompt_leaves_first(make_driver: MakeDriver) ->
     assert driver.leaving_order() == ["b", "c", "a"]
 
 
-def test_a_few_prompts_seen_once_wash_out_what_was_reused_with_every_policy(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_few_prompts_seen_once_wash_out_what_was_reused_with_every_policy() -> None:
     lasted = {}
     for eviction in POLICIES:
         driver = make_driver(device=10, eviction=eviction)
@@ -105,9 +97,7 @@ def test_a_few_prompts_seen_once_wash_out_what_was_reused_with_every_policy(
 
 
 @each_policy
-def test_leased_filling_and_pinned_blocks_never_leave(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_leased_filling_and_pinned_blocks_never_leave(eviction: str) -> None:
     driver = make_driver(device=8, host=8, eviction=eviction)
     driver.store("a", "b", "c", "q")
     driver.pin("a")
@@ -117,7 +107,7 @@ def test_leased_filling_and_pinned_blocks_never_leave(
     assert sorted(driver.leaving_order()) == ["c", "q"]
 
 
-def test_a_leaving_block_is_not_evicted_in_a_hurry(make_driver: MakeDriver) -> None:
+def test_a_leaving_block_is_not_evicted_in_a_hurry() -> None:
     device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=8, write="write_back")
     driver.store("abc")
@@ -135,7 +125,7 @@ def test_a_leaving_block_is_not_evicted_in_a_hurry(make_driver: MakeDriver) -> N
 
 
 @each_policy
-def test_low_priority_leaves_first(make_driver: MakeDriver, eviction: str) -> None:
+def test_low_priority_leaves_first(eviction: str) -> None:
     driver = make_driver(device=12, eviction=eviction)
     driver.store("a", priority=1)
     driver.store("b", priority=-1)
@@ -144,7 +134,7 @@ def test_low_priority_leaves_first(make_driver: MakeDriver, eviction: str) -> No
     assert driver.leaving_order() == ["b", "c", "d", "a"]
 
 
-def test_a_hit_can_raise_the_priority_of_a_block(make_driver: MakeDriver) -> None:
+def test_a_hit_can_raise_the_priority_of_a_block() -> None:
     driver = make_driver(device=12)
     driver.store("a", "b")
 
@@ -154,7 +144,7 @@ def test_a_hit_can_raise_the_priority_of_a_block(make_driver: MakeDriver) -> Non
     assert driver.leaving_order() == ["b", "a"]
 
 
-def test_the_highest_priority_wins(make_driver: MakeDriver) -> None:
+def test_the_highest_priority_wins() -> None:
     driver = make_driver(device=12)
     driver.store("a", priority=3)
     driver.store("b", priority=2)
@@ -165,7 +155,7 @@ def test_the_highest_priority_wins(make_driver: MakeDriver) -> None:
     assert driver.leaving_order() == ["b", "a"]
 
 
-def test_a_priority_does_not_outlive_its_block(make_driver: MakeDriver) -> None:
+def test_a_priority_does_not_outlive_its_block() -> None:
     driver = make_driver(device=12)
     driver.store("a", priority=3)
     driver.reset()
@@ -176,9 +166,7 @@ def test_a_priority_does_not_outlive_its_block(make_driver: MakeDriver) -> None:
 
 
 @each_policy
-def test_a_block_leaves_first_when_its_time_to_live_has_passed(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_a_block_leaves_first_when_its_time_to_live_has_passed(eviction: str) -> None:
     driver = make_driver(device=12, eviction=eviction)
     driver.store("a", "b")
     driver.store("c", ttl_s=5.0, priority=9)
@@ -191,7 +179,7 @@ def test_a_block_leaves_first_when_its_time_to_live_has_passed(
     assert driver.leaving_order() == ["c", "a", "b"]
 
 
-def test_an_expired_block_can_still_be_matched(make_driver: MakeDriver) -> None:
+def test_an_expired_block_can_still_be_matched() -> None:
     driver = make_driver(device=12)
     driver.store("a", ttl_s=5.0)
 
@@ -200,7 +188,7 @@ def test_an_expired_block_can_still_be_matched(make_driver: MakeDriver) -> None:
     assert driver.acquire("a").cached_tokens == 2
 
 
-def test_the_latest_end_of_life_wins(make_driver: MakeDriver) -> None:
+def test_the_latest_end_of_life_wins() -> None:
     driver = make_driver(device=12)
     driver.store("a", ttl_s=10.0)
     driver.store("a", ttl_s=5.0)
@@ -212,7 +200,7 @@ def test_the_latest_end_of_life_wins(make_driver: MakeDriver) -> None:
     assert driver.machine.next_deadline() == 10.0
 
 
-def test_a_new_time_to_live_brings_an_expired_block_back(make_driver: MakeDriver) -> None:
+def test_a_new_time_to_live_brings_an_expired_block_back() -> None:
     driver = make_driver(device=12)
     driver.store("a", ttl_s=5.0)
     driver.tick(after_s=6.0)
@@ -223,9 +211,7 @@ def test_a_new_time_to_live_brings_an_expired_block_back(make_driver: MakeDriver
     assert driver.leaving_order() == ["b", "a"]
 
 
-def test_nothing_happens_when_the_time_of_a_block_that_left_has_passed(
-    make_driver: MakeDriver,
-) -> None:
+def test_nothing_happens_when_the_time_of_a_block_that_left_has_passed() -> None:
     driver = make_driver(device=3)
     driver.store("a", ttl_s=5.0)
     driver.store("xy")
@@ -236,7 +222,7 @@ def test_nothing_happens_when_the_time_of_a_block_that_left_has_passed(
     assert driver.machine.next_deadline() is None
 
 
-def test_a_time_to_live_does_not_outlive_its_block(make_driver: MakeDriver) -> None:
+def test_a_time_to_live_does_not_outlive_its_block() -> None:
     driver = make_driver(device=3)
     driver.store("a", ttl_s=5.0)
     driver.store("xy")
@@ -248,9 +234,7 @@ def test_a_time_to_live_does_not_outlive_its_block(make_driver: MakeDriver) -> N
     assert driver.machine.next_deadline() is None
 
 
-def test_hits_with_a_time_to_live_leave_no_more_behind_than_there_are_blocks(
-    make_driver: MakeDriver,
-) -> None:
+def test_hits_with_a_time_to_live_leave_no_more_behind_than_there_are_blocks() -> None:
     driver = make_driver(device=30)
     prompt = "abcdefghijklmnopqrst"
     for _ in range(300):
@@ -264,9 +248,7 @@ def test_hits_with_a_time_to_live_leave_no_more_behind_than_there_are_blocks(
 
 
 @each_policy
-def test_a_conversation_that_is_over_is_let_go_at_once(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_a_conversation_that_is_over_is_let_go_at_once(eviction: str) -> None:
     driver = make_driver(device=12, eviction=eviction)
     driver.store("a", "b")
 
@@ -276,7 +258,7 @@ def test_a_conversation_that_is_over_is_let_go_at_once(
     assert driver.machine.statistics().blocks_let_go == 3
 
 
-def test_only_blocks_after_those_to_keep_are_let_go(make_driver: MakeDriver) -> None:
+def test_only_blocks_after_those_to_keep_are_let_go() -> None:
     driver = make_driver(device=12)
     driver.store("a")
 
@@ -285,7 +267,7 @@ def test_only_blocks_after_those_to_keep_are_let_go(make_driver: MakeDriver) -> 
     assert driver.leaving_order() == ["cde", "a", "cd", "c"]
 
 
-def test_what_other_conversations_begin_with_is_not_let_go(make_driver: MakeDriver) -> None:
+def test_what_other_conversations_begin_with_is_not_let_go() -> None:
     driver = make_driver(device=12)
     driver.store("xya", "xyb")
 
@@ -294,7 +276,7 @@ def test_what_other_conversations_begin_with_is_not_let_go(make_driver: MakeDriv
     assert driver.leaving_order() == ["xyb", "xya", "xy", "x"]
 
 
-def test_what_another_request_uses_is_not_let_go(make_driver: MakeDriver) -> None:
+def test_what_another_request_uses_is_not_let_go() -> None:
     driver = make_driver(device=12)
     driver.store("ab")
     other = driver.acquire("a", more_tokens=1)
@@ -306,7 +288,7 @@ def test_what_another_request_uses_is_not_let_go(make_driver: MakeDriver) -> Non
     assert driver.leaving_order() == ["ab", "a", "z"]
 
 
-def test_a_block_that_was_let_go_is_found_and_stays_from_then_on(make_driver: MakeDriver) -> None:
+def test_a_block_that_was_let_go_is_found_and_stays_from_then_on() -> None:
     driver = make_driver(device=12)
     driver.store("ab", keep_blocks=0)
     driver.store("c")
@@ -317,7 +299,7 @@ def test_a_block_that_was_let_go_is_found_and_stays_from_then_on(make_driver: Ma
     assert driver.leaving_order() == ["c", "ab", "a"]
 
 
-def test_what_will_be_let_go_is_not_written_down(make_driver: MakeDriver) -> None:
+def test_what_will_be_let_go_is_not_written_down() -> None:
     driver = make_driver(device=12, host=12)
 
     driver.store("abc", keep_blocks=1)
@@ -327,9 +309,7 @@ def test_what_will_be_let_go_is_not_written_down(make_driver: MakeDriver) -> Non
 
 
 @each_policy
-def test_a_tenant_raises_no_more_blocks_than_its_share(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_a_tenant_raises_no_more_blocks_than_its_share(eviction: str) -> None:
     driver = make_driver(device=12, host=4, hint_share=0.25, eviction=eviction)
 
     driver.store("abcd", priority=9, tenant="greedy")
@@ -341,7 +321,7 @@ def test_a_tenant_raises_no_more_blocks_than_its_share(
     assert driver.machine.statistics().hints_refused == 1 + 3 + 1
 
 
-def test_a_share_is_free_again_when_raised_blocks_have_left(make_driver: MakeDriver) -> None:
+def test_a_share_is_free_again_when_raised_blocks_have_left() -> None:
     driver = make_driver(device=6, hint_share=0.4)
     driver.store("ab", priority=9, ttl_s=5.0)
     driver.tick(after_s=6.0)
@@ -356,9 +336,7 @@ def test_a_share_is_free_again_when_raised_blocks_have_left(make_driver: MakeDri
 
 
 @each_policy
-def test_tenants_are_forgotten_when_nothing_is_left_of_them(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_tenants_are_forgotten_when_nothing_is_left_of_them(eviction: str) -> None:
     device = TierSettings(name="device", slot_count=8, eviction=eviction, quotas={"*": 0.5})
     driver = make_driver(device=device)
     driver.store("a", tenant="ann")
@@ -378,9 +356,7 @@ def test_tenants_are_forgotten_when_nothing_is_left_of_them(
 
 
 @each_policy
-def test_tenants_with_quotas_share_the_arrays_of_their_policies(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_tenants_with_quotas_share_the_arrays_of_their_policies(eviction: str) -> None:
     device = TierSettings(name="device", slot_count=64, eviction=eviction, quotas={"*": 0.5})
     driver = make_driver(device=device)
     for number in range(40):
@@ -398,7 +374,7 @@ def test_tenants_with_quotas_share_the_arrays_of_their_policies(
     assert len(arrays) <= 5
 
 
-def test_the_namespaces_of_a_content_are_bounded(make_driver: MakeDriver) -> None:
+def test_the_namespaces_of_a_content_are_bounded() -> None:
     driver = make_driver(device=8)
     for number in range(200):
         driver.store(chr(0x4E00 + number), namespace=b"%d" % number, content=7)
@@ -408,9 +384,7 @@ def test_the_namespaces_of_a_content_are_bounded(make_driver: MakeDriver) -> Non
 
 
 @each_policy
-def test_a_tenant_over_its_quota_evicts_its_own_blocks_first(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_a_tenant_over_its_quota_evicts_its_own_blocks_first(eviction: str) -> None:
     device = TierSettings(name="device", slot_count=12, eviction=eviction, quotas={"ann": 0.25})
     driver = make_driver(device=device)
     driver.store("x", tenant="bob")
@@ -422,7 +396,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_blocks_first(
     assert driver.cached_in("device") == {"x", "b", "c", "d"}
 
 
-def test_a_tenant_without_a_quota_takes_what_there_is(make_driver: MakeDriver) -> None:
+def test_a_tenant_without_a_quota_takes_what_there_is() -> None:
     device = TierSettings(name="device", slot_count=6, quotas={"ann": 0.5})
     driver = make_driver(device=device)
     driver.store("a", "b", tenant="ann")
@@ -432,9 +406,7 @@ def test_a_tenant_without_a_quota_takes_what_there_is(make_driver: MakeDriver) -
     assert driver.cached_in("device") == {"v", "vw", "vwx", "vwxy", "vwxyz"}
 
 
-def test_a_request_is_served_beyond_its_quota_when_its_own_blocks_are_in_use(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_is_served_beyond_its_quota_when_its_own_blocks_are_in_use() -> None:
     device = TierSettings(name="device", slot_count=8, quotas={"ann": 0.25})
     driver = make_driver(device=device)
     driver.commit(driver.acquire("ab", tenant="ann").lease, "ab")
@@ -444,7 +416,7 @@ def test_a_request_is_served_beyond_its_quota_when_its_own_blocks_are_in_use(
     assert len(granted.table) == 3
 
 
-def test_each_victim_leaves_for_its_own_reason(make_driver: MakeDriver) -> None:
+def test_each_victim_leaves_for_its_own_reason() -> None:
     device = TierSettings(name="device", slot_count=5, quotas={"ann": 0.4})
     driver = make_driver(device=device)
     driver.store("x", "y", tenant="bob")
@@ -459,7 +431,7 @@ def test_each_victim_leaves_for_its_own_reason(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- tiers forget aloud
 
 
-def test_a_lower_tier_that_forgets_says_where_the_block_lay(make_driver: MakeDriver) -> None:
+def test_a_lower_tier_that_forgets_says_where_the_block_lay() -> None:
     driver = make_driver(device=8, host=1)
     driver.store("a")
     (slot,) = driver.books.tier(1).slot_of[[driver.books.nodes.get(driver.key("a"))]]
@@ -470,7 +442,7 @@ def test_a_lower_tier_that_forgets_says_where_the_block_lay(make_driver: MakeDri
     assert (drop.tier, driver.words(drop.keys), drop.slots.tolist()) == (1, ["a"], [slot])
 
 
-def test_the_device_forgets_in_silence(make_driver: MakeDriver) -> None:
+def test_the_device_forgets_in_silence() -> None:
     driver = make_driver(device=2)
     driver.store("a")
 
@@ -479,16 +451,14 @@ def test_the_device_forgets_in_silence(make_driver: MakeDriver) -> None:
     assert not driver.told(ef.DropBlocks)
 
 
-def test_asking_for_a_tier_without_slots_of_ours_is_our_defect(make_driver: MakeDriver) -> None:
+def test_asking_for_a_tier_without_slots_of_ours_is_our_defect() -> None:
     driver = make_driver(device=None, host=4)
 
     with pytest.raises(InvariantViolation, match="tier 0 has no slots of ours"):
         driver.books.tier(0)
 
 
-def test_the_namespaces_of_first_blocks_are_remembered_up_to_a_bound(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_namespaces_of_first_blocks_are_remembered_up_to_a_bound() -> None:
     driver = make_driver()
 
     for content in range(1, 5000):
@@ -500,7 +470,7 @@ def test_the_namespaces_of_first_blocks_are_remembered_up_to_a_bound(
     assert 4999 in driver.books.contents
 
 
-def test_a_link_to_the_block_before_is_made_once(make_driver: MakeDriver) -> None:
+def test_a_link_to_the_block_before_is_made_once() -> None:
     driver = make_driver(host=4)
     first, second = driver.keys("ab")
     driver.handle(ev.Discovered(tier=1, keys=[second], parents=[None], slots=np.zeros(1, np.int32)))

@@ -12,19 +12,20 @@ from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.vocabulary.keys import OperationId
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
-def saving(make_driver: MakeDriver, *, ranks: int = 1) -> tuple[Driver, ef.Copy]:
+def saving(*, ranks: int = 1) -> tuple[Driver, ef.Copy]:
     """`a` and `ab` are being saved, and nobody holds them but the copy."""
     driver = make_driver(host=8, ranks=ranks)
     driver.compute("ab")
     return driver, driver.copy(Purpose.SAVE)
 
 
-def loading(make_driver: MakeDriver, *, ranks: int = 1) -> tuple[Driver, ef.Copy]:
+def loading(*, ranks: int = 1) -> tuple[Driver, ef.Copy]:
     """A request waits for `a` and `ab`."""
     driver = make_driver(host=8, ranks=ranks)
     driver.discover(1, "ab")
@@ -39,7 +40,7 @@ def ended(driver: Driver) -> list[tuple[Outcome, bool]]:
 # -------------------------------------------------------------------- done
 
 
-def test_a_copy_names_its_cause_its_ends_and_its_deadline(make_driver: MakeDriver) -> None:
+def test_a_copy_names_its_cause_its_ends_and_its_deadline() -> None:
     driver = make_driver(host=8, operation_timeout_s=5.0)
     driver.now = 10.0
 
@@ -53,8 +54,8 @@ def test_a_copy_names_its_cause_its_ends_and_its_deadline(make_driver: MakeDrive
     assert (copy.operation.incarnation, copy.operation.epoch) == (7, 0)
 
 
-def test_an_operation_is_done_when_every_rank_has_reported(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=3)
+def test_an_operation_is_done_when_every_rank_has_reported() -> None:
+    driver, copy = saving(ranks=3)
 
     outcomes = []
     for rank in (2, 0, 1):
@@ -65,16 +66,16 @@ def test_an_operation_is_done_when_every_rank_has_reported(make_driver: MakeDriv
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_a_target_cannot_be_matched_before_the_last_report(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_a_target_cannot_be_matched_before_the_last_report() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.report(copy, rank=0)
 
     assert driver.cached_in("host") == set()
 
 
-def test_source_and_target_are_held_while_a_copy_is_under_way(make_driver: MakeDriver) -> None:
-    driver, _ = saving(make_driver)
+def test_source_and_target_are_held_while_a_copy_is_under_way() -> None:
+    driver, _ = saving()
 
     held = {tier.name: tier.held for tier in driver.machine.statistics().tiers}
 
@@ -82,8 +83,8 @@ def test_source_and_target_are_held_while_a_copy_is_under_way(make_driver: MakeD
     assert driver.leaving_order() == []
 
 
-def test_nothing_is_held_after_the_end(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_nothing_is_held_after_the_end() -> None:
+    driver, copy = saving()
 
     driver.complete(copy)
 
@@ -94,8 +95,8 @@ def test_nothing_is_held_after_the_end(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- failed
 
 
-def test_the_failure_of_one_rank_fails_an_operation_for_all(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_the_failure_of_one_rank_fails_an_operation_for_all() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.report(copy, rank=0, failure="disk full")
     (end,) = driver.told(ef.Ended)
@@ -105,8 +106,8 @@ def test_the_failure_of_one_rank_fails_an_operation_for_all(make_driver: MakeDri
     assert driver.cached_in("host") == set()
 
 
-def test_a_failure_is_told_once_and_settled_once(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=3)
+def test_a_failure_is_told_once_and_settled_once() -> None:
+    driver, copy = saving(ranks=3)
 
     told = []
     for rank in range(3):
@@ -117,8 +118,8 @@ def test_a_failure_is_told_once_and_settled_once(make_driver: MakeDriver) -> Non
     assert driver.machine.statistics().operations_ended["failed"] == 1
 
 
-def test_a_failure_of_the_last_rank_is_settled_as_it_is_told(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_a_failure_of_the_last_rank_is_settled_as_it_is_told() -> None:
+    driver, copy = saving()
 
     driver.report(copy, failure="disk full")
 
@@ -126,10 +127,8 @@ def test_a_failure_of_the_last_rank_is_settled_as_it_is_told(make_driver: MakeDr
     assert not driver.told(ef.Settled)
 
 
-def test_slots_of_a_failed_copy_stay_until_every_rank_has_reported(
-    make_driver: MakeDriver,
-) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_slots_of_a_failed_copy_stay_until_every_rank_has_reported() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.report(copy, rank=0, failure="disk full")
     after_failure = driver.free_in("host")
@@ -139,8 +138,8 @@ def test_slots_of_a_failed_copy_stay_until_every_rank_has_reported(
     assert driver.free_in("host") == 8
 
 
-def test_a_failed_save_leaves_the_block_where_it_was(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_a_failed_save_leaves_the_block_where_it_was() -> None:
+    driver, copy = saving()
 
     driver.report(copy, failure="disk full")
 
@@ -148,8 +147,8 @@ def test_a_failed_save_leaves_the_block_where_it_was(make_driver: MakeDriver) ->
     assert driver.leaving_order() == ["ab", "a"]
 
 
-def test_good_blocks_of_a_copy_with_faults_are_ready(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_good_blocks_of_a_copy_with_faults_are_ready() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.report(copy, rank=0, faults=[(1, BlockFault.UNREADABLE)])
     driver.report(copy, rank=1)
@@ -160,8 +159,8 @@ def test_good_blocks_of_a_copy_with_faults_are_ready(make_driver: MakeDriver) ->
     assert driver.cached_in("host") == {"a"}
 
 
-def test_faults_of_different_ranks_add_up(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_faults_of_different_ranks_add_up() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.report(copy, rank=0, faults=[(1, BlockFault.UNREADABLE)])
     driver.report(copy, rank=1, faults=[(0, BlockFault.UNREADABLE)])
@@ -170,8 +169,8 @@ def test_faults_of_different_ranks_add_up(make_driver: MakeDriver) -> None:
     assert driver.free_in("host") == 8
 
 
-def test_an_unreadable_source_is_not_dropped(make_driver: MakeDriver) -> None:
-    driver, copy = loading(make_driver)
+def test_an_unreadable_source_is_not_dropped() -> None:
+    driver, copy = loading()
 
     driver.report(copy, faults=[(0, BlockFault.UNREADABLE)])
 
@@ -179,8 +178,8 @@ def test_an_unreadable_source_is_not_dropped(make_driver: MakeDriver) -> None:
     assert driver.machine.statistics().blocks_corrupt == 0
 
 
-def test_a_corrupt_source_is_dropped_and_counted(make_driver: MakeDriver) -> None:
-    driver, copy = loading(make_driver)
+def test_a_corrupt_source_is_dropped_and_counted() -> None:
+    driver, copy = loading()
 
     driver.report(copy, faults=[(0, BlockFault.CORRUPT)])
 
@@ -192,9 +191,9 @@ def test_a_corrupt_source_is_dropped_and_counted(make_driver: MakeDriver) -> Non
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 0]])
 def test_one_rank_that_finds_a_block_corrupt_outweighs_one_that_cannot_read_it(
-    make_driver: MakeDriver, ranks: list[int]
+    ranks: list[int],
 ) -> None:
-    driver, copy = loading(make_driver, ranks=2)
+    driver, copy = loading(ranks=2)
     faults = {0: BlockFault.CORRUPT, 1: BlockFault.UNREADABLE}
 
     for rank in ranks:
@@ -203,10 +202,8 @@ def test_one_rank_that_finds_a_block_corrupt_outweighs_one_that_cannot_read_it(
     assert driver.cached_in("host") == {"ab"}
 
 
-def test_a_corrupt_source_is_dropped_though_its_copy_was_given_up(
-    make_driver: MakeDriver,
-) -> None:
-    driver, copy = loading(make_driver)
+def test_a_corrupt_source_is_dropped_though_its_copy_was_given_up() -> None:
+    driver, copy = loading()
     driver.handle(ev.Cancel(operation=copy.operation))
 
     driver.report(copy, faults=[(1, BlockFault.CORRUPT)])
@@ -214,8 +211,8 @@ def test_a_corrupt_source_is_dropped_though_its_copy_was_given_up(
     assert driver.cached_in("host") == {"a"}
 
 
-def test_a_save_that_looks_corrupt_says_nothing_of_the_device(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_a_save_that_looks_corrupt_says_nothing_of_the_device() -> None:
+    driver, copy = saving()
 
     driver.report(copy, faults=[(0, BlockFault.CORRUPT)])
 
@@ -223,10 +220,8 @@ def test_a_save_that_looks_corrupt_says_nothing_of_the_device(make_driver: MakeD
     assert driver.cached_in("host") == {"ab"}
 
 
-def test_a_fault_outside_the_operation_is_refused_and_changes_nothing(
-    make_driver: MakeDriver,
-) -> None:
-    driver, copy = saving(make_driver)
+def test_a_fault_outside_the_operation_is_refused_and_changes_nothing() -> None:
+    driver, copy = saving()
     before = freeze(driver.machine)
 
     for position in (2, -1):
@@ -243,10 +238,8 @@ def test_a_fault_outside_the_operation_is_refused_and_changes_nothing(
 # -------------------------------------------------------------------- cancelled and expired
 
 
-def test_a_cancelled_operation_keeps_its_slots_until_all_ranks_reported(
-    make_driver: MakeDriver,
-) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_a_cancelled_operation_keeps_its_slots_until_all_ranks_reported() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.handle(ev.Cancel(operation=copy.operation))
     told, abandoned = ended(driver), driver.told(ef.Abandon)
@@ -261,8 +254,8 @@ def test_a_cancelled_operation_keeps_its_slots_until_all_ranks_reported(
     assert [effect.operation for effect in driver.told(ef.Settled)] == [copy.operation]
 
 
-def test_cancelling_twice_or_after_the_end_does_nothing(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_cancelling_twice_or_after_the_end_does_nothing() -> None:
+    driver, copy = saving()
 
     driver.handle(ev.Cancel(operation=copy.operation))
     driver.handle(ev.Cancel(operation=copy.operation))
@@ -273,7 +266,7 @@ def test_cancelling_twice_or_after_the_end_does_nothing(make_driver: MakeDriver)
     assert second == driver.effects == []
 
 
-def test_an_operation_expires_at_its_deadline(make_driver: MakeDriver) -> None:
+def test_an_operation_expires_at_its_deadline() -> None:
     driver = make_driver(host=8, operation_timeout_s=5.0)
     driver.compute("ab")
 
@@ -288,8 +281,8 @@ def test_an_operation_expires_at_its_deadline(make_driver: MakeDriver) -> None:
     assert driver.free_in("host") == 8
 
 
-def test_an_expired_load_lets_its_request_compute(make_driver: MakeDriver) -> None:
-    driver, copy = loading(make_driver)
+def test_an_expired_load_lets_its_request_compute() -> None:
+    driver, copy = loading()
 
     driver.tick(after_s=60.0)
     (changed,) = driver.told(ef.LeaseChanged)
@@ -299,8 +292,8 @@ def test_an_expired_load_lets_its_request_compute(make_driver: MakeDriver) -> No
     assert driver.cached_in("device") == set()
 
 
-def test_a_late_success_fills_nothing(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_a_late_success_fills_nothing() -> None:
+    driver, copy = saving()
     driver.tick(after_s=60.0)
 
     driver.complete(copy)
@@ -317,8 +310,8 @@ def test_a_late_success_fills_nothing(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- reports that do not count
 
 
-def test_a_second_report_of_a_rank_is_dropped_and_counted(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_a_second_report_of_a_rank_is_dropped_and_counted() -> None:
+    driver, copy = saving(ranks=2)
     driver.report(copy, rank=0)
     before = freeze(driver.machine)
 
@@ -329,8 +322,8 @@ def test_a_second_report_of_a_rank_is_dropped_and_counted(make_driver: MakeDrive
     assert driver.machine.statistics().reports_late == 1
 
 
-def test_a_report_after_the_end_is_dropped_and_counted(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver)
+def test_a_report_after_the_end_is_dropped_and_counted() -> None:
+    driver, copy = saving()
     driver.complete(copy)
     before = freeze(driver.machine)
 
@@ -344,10 +337,8 @@ def test_a_report_after_the_end_is_dropped_and_counted(make_driver: MakeDriver) 
 @pytest.mark.parametrize(
     "change", [{"incarnation": 8}, {"epoch": 1}, {"sequence": 99}], ids=lambda c: next(iter(c))
 )
-def test_an_answer_to_another_life_is_dropped_and_counted(
-    make_driver: MakeDriver, change: dict[str, int]
-) -> None:
-    driver, copy = saving(make_driver)
+def test_an_answer_to_another_life_is_dropped_and_counted(change: dict[str, int]) -> None:
+    driver, copy = saving()
     before = freeze(driver.machine)
 
     driver.handle(ev.CopyReport(operation=copy.operation._replace(**change), rank=0))
@@ -356,8 +347,8 @@ def test_an_answer_to_another_life_is_dropped_and_counted(
     assert driver.machine.statistics().reports_late == 1
 
 
-def test_a_report_of_an_unknown_rank_is_dropped_and_counted(make_driver: MakeDriver) -> None:
-    driver, copy = saving(make_driver, ranks=2)
+def test_a_report_of_an_unknown_rank_is_dropped_and_counted() -> None:
+    driver, copy = saving(ranks=2)
 
     driver.handle(ev.CopyReport(operation=copy.operation, rank=2))
 
@@ -365,7 +356,7 @@ def test_a_report_of_an_unknown_rank_is_dropped_and_counted(make_driver: MakeDri
     assert driver.machine.statistics().operations_running == 1
 
 
-def test_operations_are_named_once(make_driver: MakeDriver) -> None:
+def test_operations_are_named_once() -> None:
     driver = make_driver(host=8, disk=8, operation_blocks_max=1)
     driver.store("abc")
     driver.reset()
@@ -387,7 +378,7 @@ def _ids(driver: Driver) -> set[tuple[int, int]]:
 # -------------------------------------------------------------------- through the hub
 
 
-def test_a_stage_that_fails_for_one_block_loads_the_others(make_driver: MakeDriver) -> None:
+def test_a_stage_that_fails_for_one_block_loads_the_others() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "abc")
     lease = driver.acquire("abc").lease
@@ -401,7 +392,7 @@ def test_a_stage_that_fails_for_one_block_loads_the_others(make_driver: MakeDriv
     assert driver.books.leases[lease].state is LeaseState.READY
 
 
-def test_a_stage_whose_requests_went_away_loads_nothing(make_driver: MakeDriver) -> None:
+def test_a_stage_whose_requests_went_away_loads_nothing() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
     driver.handle(ev.Prefetch(keys=driver.keys("ab"), cause="ahead of need"))
@@ -412,7 +403,7 @@ def test_a_stage_whose_requests_went_away_loads_nothing(make_driver: MakeDriver)
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_a_load_that_follows_a_stage_keeps_its_deadline(make_driver: MakeDriver) -> None:
+def test_a_load_that_follows_a_stage_keeps_its_deadline() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
     driver.acquire("ab", deadline=9.0)

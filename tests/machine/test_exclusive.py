@@ -12,9 +12,10 @@ from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 EXCLUSIVE = WritePolicy(kind=WriteKind.EXCLUSIVE)
 
@@ -32,9 +33,7 @@ def dropped(driver: Driver) -> int:
 
 
 @pytest.mark.parametrize(("write", "count"), [("write_through", 8), ("exclusive", 14)])
-def test_rooms_add_up_but_for_what_leaves_next(
-    make_driver: MakeDriver, write: str, count: int
-) -> None:
+def test_rooms_add_up_but_for_what_leaves_next(write: str, count: int) -> None:
     driver = make_driver(device=8, host=8, write=write)
 
     driver.store(*string.ascii_lowercase)
@@ -44,7 +43,7 @@ def test_rooms_add_up_but_for_what_leaves_next(
     assert kept(driver) == set(string.ascii_lowercase[-count:])
 
 
-def test_while_there_is_free_room_blocks_are_saved_at_once(make_driver: MakeDriver) -> None:
+def test_while_there_is_free_room_blocks_are_saved_at_once() -> None:
     driver = make_driver(device=16, host=4, write="exclusive")
 
     driver.store("ab", "c", "def")
@@ -53,9 +52,7 @@ def test_while_there_is_free_room_blocks_are_saved_at_once(make_driver: MakeDriv
     assert driver.cached_in("device") == {"a", "ab", "c", "d", "de", "def"}
 
 
-def test_a_full_tier_is_not_written_to_while_nothing_is_about_to_leave(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_full_tier_is_not_written_to_while_nothing_is_about_to_leave() -> None:
     driver = make_driver(device=16, host=2, write="exclusive")
     driver.store("ab")
 
@@ -74,9 +71,7 @@ def until_one_is_saved(driver: Driver) -> tuple[ef.Copy, str]:
     return save, driver.words(save.keys)[-1]
 
 
-def test_a_block_that_is_about_to_leave_is_saved_and_leaves_without_a_copy(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_that_is_about_to_leave_is_saved_and_leaves_without_a_copy() -> None:
     driver = make_driver(device=6, host=2, write="exclusive")
     driver.store("a", "b")
     save, word = until_one_is_saved(driver)
@@ -89,7 +84,7 @@ def test_a_block_that_is_about_to_leave_is_saved_and_leaves_without_a_copy(
     assert dropped(driver) == 0
 
 
-def test_no_block_is_evicted_while_it_is_saved(make_driver: MakeDriver) -> None:
+def test_no_block_is_evicted_while_it_is_saved() -> None:
     driver = make_driver(device=6, host=2, write="exclusive")
     driver.store("a", "b")
     save, word = until_one_is_saved(driver)
@@ -101,7 +96,7 @@ def test_no_block_is_evicted_while_it_is_saved(make_driver: MakeDriver) -> None:
     assert word in driver.cached_in("host")
 
 
-def test_a_save_that_fails_leaves_the_block_where_it_is(make_driver: MakeDriver) -> None:
+def test_a_save_that_fails_leaves_the_block_where_it_is() -> None:
     driver = make_driver(device=6, host=2, write="exclusive")
     driver.store("a", "b")
     save, word = until_one_is_saved(driver)
@@ -112,7 +107,7 @@ def test_a_save_that_fails_leaves_the_block_where_it_is(make_driver: MakeDriver)
     assert word not in driver.cached_in("host")
 
 
-def test_copies_that_the_tier_above_keeps_longest_make_room_first(make_driver: MakeDriver) -> None:
+def test_copies_that_the_tier_above_keeps_longest_make_room_first() -> None:
     driver = make_driver(device=8, host=4, write="exclusive")
     driver.store("a", "b", "c", "d", "e", "f")
     driver.store("b")  # Used again: the device keeps it longer than all others.
@@ -123,7 +118,7 @@ def test_copies_that_the_tier_above_keeps_longest_make_room_first(make_driver: M
     assert {"a", "c", "d"} <= kept(driver)
 
 
-def test_the_copy_of_a_block_makes_room_even_if_others_follow_it(make_driver: MakeDriver) -> None:
+def test_the_copy_of_a_block_makes_room_even_if_others_follow_it() -> None:
     driver = make_driver(device=8, host=4, write="exclusive")
     driver.store("abc")
     for word in "stuvwxyz":
@@ -133,7 +128,7 @@ def test_the_copy_of_a_block_makes_room_even_if_others_follow_it(make_driver: Ma
     assert driver.tiers_with("a") == {"device"}
 
 
-def test_a_block_that_was_loaded_gives_its_room_below_to_others(make_driver: MakeDriver) -> None:
+def test_a_block_that_was_loaded_gives_its_room_below_to_others() -> None:
     driver = make_driver(device=6, host=4, write="exclusive")
     driver.store(*"abcdefgh")
     assert "c" in driver.cached_in("host") - driver.cached_in("device")
@@ -143,7 +138,7 @@ def test_a_block_that_was_loaded_gives_its_room_below_to_others(make_driver: Mak
     assert driver.tiers_with("c") == {"device"}
 
 
-def test_what_a_longer_request_than_before_takes_is_counted(make_driver: MakeDriver) -> None:
+def test_what_a_longer_request_than_before_takes_is_counted() -> None:
     driver = make_driver(device=12, host=4, write="exclusive")
     driver.store(*"abcdefghijkl")
 
@@ -152,7 +147,7 @@ def test_what_a_longer_request_than_before_takes_is_counted(make_driver: MakeDri
     assert dropped(driver) > 0
 
 
-def test_what_nobody_expects_to_come_back_is_not_saved(make_driver: MakeDriver) -> None:
+def test_what_nobody_expects_to_come_back_is_not_saved() -> None:
     driver = make_driver(device=6, host=1, write="exclusive")
     driver.store("a")
 
@@ -161,7 +156,7 @@ def test_what_nobody_expects_to_come_back_is_not_saved(make_driver: MakeDriver) 
     assert driver.cached_in("host") == {"a"}
 
 
-def test_a_tier_that_comes_back_empty_is_given_what_leaves_next(make_driver: MakeDriver) -> None:
+def test_a_tier_that_comes_back_empty_is_given_what_leaves_next() -> None:
     driver = make_driver(device=6, host=8, write="exclusive")
     driver.store("a", "b", "c", "d", "e")
     driver.handle(ev.TierOff(tier=1, fenced=True))
@@ -174,7 +169,7 @@ def test_a_tier_that_comes_back_empty_is_given_what_leaves_next(make_driver: Mak
     assert {"b", "c"} <= driver.cached_in("host")
 
 
-def test_a_request_waits_until_what_it_evicts_is_saved(make_driver: MakeDriver) -> None:
+def test_a_request_waits_until_what_it_evicts_is_saved() -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store(*"abcdefghijklmno")
 
@@ -193,9 +188,7 @@ def test_a_request_waits_until_what_it_evicts_is_saved(make_driver: MakeDriver) 
     assert "vwxyz" in driver.cached_in("device")
 
 
-def test_a_request_that_leaves_does_not_end_the_saves_it_waited_for(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_that_leaves_does_not_end_the_saves_it_waited_for() -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store(*"abcdefghijklmno")
     granted = driver.acquire("vwxyz")
@@ -211,7 +204,7 @@ def test_a_request_that_leaves_does_not_end_the_saves_it_waited_for(
     assert dropped(driver) == 0
 
 
-def test_when_saves_fail_the_request_computes_all_the_same(make_driver: MakeDriver) -> None:
+def test_when_saves_fail_the_request_computes_all_the_same() -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store(*"abcdefghijklmno")
     granted = driver.acquire("vwxyz")
@@ -223,9 +216,7 @@ def test_when_saves_fail_the_request_computes_all_the_same(make_driver: MakeDriv
     driver.commit(granted.lease, "vwxyz")
 
 
-def test_a_request_whose_load_fails_still_waits_for_what_it_evicted(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_whose_load_fails_still_waits_for_what_it_evicted() -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store("abc", *"defghijk")
     granted = driver.acquire("abcxyz")
@@ -239,9 +230,7 @@ def test_a_request_whose_load_fails_still_waits_for_what_it_evicted(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_request_is_lost_if_a_rank_may_still_read_where_it_computes(
-    make_driver: MakeDriver, ranks: int
-) -> None:
+def test_a_request_is_lost_if_a_rank_may_still_read_where_it_computes(ranks: int) -> None:
     driver = make_driver(device=8, host=8, write="exclusive", ranks=ranks)
     driver.store(*"abcdefghijklmno")
     granted = driver.acquire("vwxyz")
@@ -253,7 +242,7 @@ def test_a_request_is_lost_if_a_rank_may_still_read_where_it_computes(
     assert found is (LeaseState.READY if ranks == 1 else LeaseState.LOST)
 
 
-def test_what_was_found_is_not_evicted_for_what_has_to_leave(make_driver: MakeDriver) -> None:
+def test_what_was_found_is_not_evicted_for_what_has_to_leave() -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store("abc", *"defghijk")
     assert driver.tiers_with("abc") == {"host"}
@@ -266,9 +255,7 @@ def test_what_was_found_is_not_evicted_for_what_has_to_leave(make_driver: MakeDr
 
 
 @pytest.mark.parametrize("wish", [{"deadline": 99.0}, {"search_until": 99.0}])
-def test_a_request_in_a_hurry_does_not_wait_for_saves(
-    make_driver: MakeDriver, wish: dict[str, float]
-) -> None:
+def test_a_request_in_a_hurry_does_not_wait_for_saves(wish: dict[str, float]) -> None:
     driver = make_driver(device=8, host=8, write="exclusive")
     driver.store(*"abcdefghijklmno")
 
@@ -277,7 +264,7 @@ def test_a_request_in_a_hurry_does_not_wait_for_saves(
     assert dropped(driver) > 0
 
 
-def test_what_a_tier_below_gets_at_once_passes_through_a_full_one(make_driver: MakeDriver) -> None:
+def test_what_a_tier_below_gets_at_once_passes_through_a_full_one() -> None:
     driver = make_driver(
         device=16, host=tier("host", 2), disk=tier("disk", 16, write=WritePolicy())
     )
@@ -287,7 +274,7 @@ def test_what_a_tier_below_gets_at_once_passes_through_a_full_one(make_driver: M
     assert driver.cached_in("disk") == {"a", "b", "c", "d", "e"}
 
 
-def test_what_is_hit_often_enough_passes_through_a_full_tier(make_driver: MakeDriver) -> None:
+def test_what_is_hit_often_enough_passes_through_a_full_tier() -> None:
     earned = WritePolicy(kind=WriteKind.SELECTIVE, hits=1)
     driver = make_driver(device=16, host=tier("host", 2), disk=tier("disk", 16, write=earned))
     driver.store("a", "b", "c", "d")
@@ -298,7 +285,7 @@ def test_what_is_hit_often_enough_passes_through_a_full_tier(make_driver: MakeDr
     assert driver.cached_in("disk") == {"d"}
 
 
-def test_rooms_of_three_tiers_add_up(make_driver: MakeDriver) -> None:
+def test_rooms_of_three_tiers_add_up() -> None:
     driver = make_driver(device=6, host=6, disk=6, write="exclusive")
 
     driver.store(*string.ascii_lowercase)
@@ -308,9 +295,7 @@ def test_rooms_of_three_tiers_add_up(make_driver: MakeDriver) -> None:
     assert everywhere == set(string.ascii_lowercase[-len(everywhere) :])
 
 
-def test_nothing_is_asked_of_a_rank_that_came_back_before_its_tiers_are_known(
-    make_driver: MakeDriver,
-) -> None:
+def test_nothing_is_asked_of_a_rank_that_came_back_before_its_tiers_are_known() -> None:
     """Which of them it has, it says right after that."""
     driver = make_driver(device=6, host=6, disk=6, write="exclusive")
     driver.store(*string.ascii_lowercase)
@@ -332,7 +317,7 @@ def test_nothing_is_asked_of_a_rank_that_came_back_before_its_tiers_are_known(
     ]
 
 
-def test_a_tenant_over_its_quota_finds_what_it_had_to_give_up(make_driver: MakeDriver) -> None:
+def test_a_tenant_over_its_quota_finds_what_it_had_to_give_up() -> None:
     device = TierSettings(name="device", slot_count=16, quotas={"ann": 0.25})
     driver = make_driver(device=device, host=tier("host", 4))
     driver.store("w", "x", "y", "z", tenant="bob")
@@ -341,7 +326,7 @@ def test_a_tenant_over_its_quota_finds_what_it_had_to_give_up(make_driver: MakeD
     assert {"c", "d", "e", "f"} <= kept(driver)
 
 
-def test_a_block_that_turns_out_corrupt_below_is_computed(make_driver: MakeDriver) -> None:
+def test_a_block_that_turns_out_corrupt_below_is_computed() -> None:
     driver = make_driver(device=6, host=6, write="exclusive")
     driver.store(*"abcdefgh")
     (word, *_) = sorted(driver.cached_in("host") - driver.cached_in("device"))
@@ -352,7 +337,7 @@ def test_a_block_that_turns_out_corrupt_below_is_computed(make_driver: MakeDrive
     assert word not in kept(driver)
 
 
-def test_pinned_copies_do_not_make_room(make_driver: MakeDriver) -> None:
+def test_pinned_copies_do_not_make_room() -> None:
     driver = make_driver(device=8, host=4, write="exclusive")
     driver.pin("a")
     driver.store("a", "b", "c", "d")

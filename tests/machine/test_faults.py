@@ -14,9 +14,10 @@ from penstock.cache.states import LeaseState
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 def outcomes(driver: Driver) -> list[Outcome]:
@@ -26,7 +27,7 @@ def outcomes(driver: Driver) -> list[Outcome]:
 # -------------------------------------------------------------------- reset
 
 
-def test_a_reset_voids_everything_in_every_tier(make_driver: MakeDriver) -> None:
+def test_a_reset_voids_everything_in_every_tier() -> None:
     driver = make_driver(host=8, disk=8)
     driver.store("ab")
 
@@ -37,7 +38,7 @@ def test_a_reset_voids_everything_in_every_tier(make_driver: MakeDriver) -> None
     assert driver.machine.statistics().blocks_known == 0
 
 
-def test_a_reset_begins_a_new_epoch(make_driver: MakeDriver) -> None:
+def test_a_reset_begins_a_new_epoch() -> None:
     driver = make_driver(host=8)
     driver.compute("ab")
     before = driver.copy(Purpose.SAVE).operation
@@ -51,7 +52,7 @@ def test_a_reset_begins_a_new_epoch(make_driver: MakeDriver) -> None:
     assert driver.machine.statistics().epoch == 1
 
 
-def test_a_running_request_keeps_its_blocks_through_a_reset(make_driver: MakeDriver) -> None:
+def test_a_running_request_keeps_its_blocks_through_a_reset() -> None:
     driver = make_driver(device=4)
     granted = driver.acquire("ab")
     driver.commit(granted.lease, "a")
@@ -64,9 +65,7 @@ def test_a_running_request_keeps_its_blocks_through_a_reset(make_driver: MakeDri
     assert driver.free_in("device") == 1
 
 
-def test_a_request_from_before_a_reset_publishes_nothing_after_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_from_before_a_reset_publishes_nothing_after_it() -> None:
     driver = make_driver(host=8)
     lease = driver.acquire("abc").lease
     driver.commit(lease, "a")
@@ -82,7 +81,7 @@ def test_a_request_from_before_a_reset_publishes_nothing_after_it(
     assert driver.free_in("device") == 8
 
 
-def test_a_request_that_waits_is_lost_in_a_reset(make_driver: MakeDriver) -> None:
+def test_a_request_that_waits_is_lost_in_a_reset() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     granted = driver.acquire("ab")
@@ -93,9 +92,7 @@ def test_a_request_that_waits_is_lost_in_a_reset(make_driver: MakeDriver) -> Non
     assert (changed.lease, changed.state) == (granted.lease, LeaseState.LOST)
 
 
-def test_a_reset_cancels_what_is_under_way_and_a_late_result_is_dropped(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_reset_cancels_what_is_under_way_and_a_late_result_is_dropped() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.compute("ab")
     save = driver.copy(Purpose.SAVE)
@@ -112,9 +109,7 @@ def test_a_reset_cancels_what_is_under_way_and_a_late_result_is_dropped(
     assert (driver.free_in("device"), driver.free_in("host")) == (8, 8)
 
 
-def test_a_result_of_the_old_epoch_does_not_touch_the_same_block_of_the_new_one(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_result_of_the_old_epoch_does_not_touch_the_same_block_of_the_new_one() -> None:
     driver = make_driver(host=8)
     driver.compute("ab")
     old = driver.copy(Purpose.SAVE)
@@ -127,7 +122,7 @@ def test_a_result_of_the_old_epoch_does_not_touch_the_same_block_of_the_new_one(
     assert driver.tiers_with("ab") == {"device", "host"}
 
 
-def test_a_forked_request_survives_a_reset_and_leaks_nothing(make_driver: MakeDriver) -> None:
+def test_a_forked_request_survives_a_reset_and_leaks_nothing() -> None:
     driver = make_driver(host=8)
     granted = driver.acquire("ab")
     driver.commit(granted.lease, "a", more_tokens=1)
@@ -142,7 +137,7 @@ def test_a_forked_request_survives_a_reset_and_leaks_nothing(make_driver: MakeDr
     assert driver.free_in("device") == driver.free_in("host") == 8
 
 
-def test_pins_outlive_a_reset(make_driver: MakeDriver) -> None:
+def test_pins_outlive_a_reset() -> None:
     driver = make_driver(device=5)
     driver.pin("a")
     driver.store("a")
@@ -153,7 +148,7 @@ def test_pins_outlive_a_reset(make_driver: MakeDriver) -> None:
     assert driver.tiers_with("a") == {"device"}
 
 
-def test_a_time_to_live_does_not_outlive_a_reset(make_driver: MakeDriver) -> None:
+def test_a_time_to_live_does_not_outlive_a_reset() -> None:
     driver = make_driver()
     driver.store("a", ttl_s=10.0)
     driver.reset()
@@ -165,7 +160,7 @@ def test_a_time_to_live_does_not_outlive_a_reset(make_driver: MakeDriver) -> Non
     assert driver.leaving_order() == ["b", "a"]
 
 
-def test_two_resets_in_a_row_are_two_epochs(make_driver: MakeDriver) -> None:
+def test_two_resets_in_a_row_are_two_epochs() -> None:
     driver = make_driver(host=8)
     driver.compute("ab")
 
@@ -180,7 +175,7 @@ def test_two_resets_in_a_row_are_two_epochs(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- ranks
 
 
-def test_a_rank_that_dies_fails_what_waits_for_it(make_driver: MakeDriver) -> None:
+def test_a_rank_that_dies_fails_what_waits_for_it() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.compute("ab")
     save = driver.copy(Purpose.SAVE)
@@ -194,7 +189,7 @@ def test_a_rank_that_dies_fails_what_waits_for_it(make_driver: MakeDriver) -> No
     assert driver.free_in("host") == 8
 
 
-def test_a_dead_rank_need_not_report_any_more(make_driver: MakeDriver) -> None:
+def test_a_dead_rank_need_not_report_any_more() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.compute("ab")
     save = driver.copy(Purpose.SAVE)
@@ -206,7 +201,7 @@ def test_a_dead_rank_need_not_report_any_more(make_driver: MakeDriver) -> None:
     assert driver.free_in("device") == driver.free_in("host") == 8
 
 
-def test_a_report_of_a_dead_rank_is_late(make_driver: MakeDriver) -> None:
+def test_a_report_of_a_dead_rank_is_late() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.compute("ab")
     save = driver.copy(Purpose.SAVE)
@@ -219,7 +214,7 @@ def test_a_report_of_a_dead_rank_is_late(make_driver: MakeDriver) -> None:
     assert driver.free_in("host") == 8
 
 
-def test_no_device_block_is_whole_without_a_rank(make_driver: MakeDriver) -> None:
+def test_no_device_block_is_whole_without_a_rank() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.store("ab")
 
@@ -229,7 +224,7 @@ def test_no_device_block_is_whole_without_a_rank(make_driver: MakeDriver) -> Non
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_every_lease_is_lost_with_a_rank(make_driver: MakeDriver) -> None:
+def test_every_lease_is_lost_with_a_rank() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.discover(1, "ab")
     running, waiting = driver.acquire("x").lease, driver.acquire("ab").lease
@@ -240,7 +235,7 @@ def test_every_lease_is_lost_with_a_rank(make_driver: MakeDriver) -> None:
     assert states == {running: LeaseState.LOST, waiting: LeaseState.LOST}
 
 
-def test_losing_a_rank_twice_is_losing_it_once(make_driver: MakeDriver) -> None:
+def test_losing_a_rank_twice_is_losing_it_once() -> None:
     driver = make_driver(ranks=2)
     driver.acquire("a")
     driver.handle(ev.RankLost(rank=0))
@@ -251,7 +246,7 @@ def test_losing_a_rank_twice_is_losing_it_once(make_driver: MakeDriver) -> None:
     assert driver.machine.statistics().lost_ranks == (0,)
 
 
-def test_requests_are_served_again_when_every_rank_is_back(make_driver: MakeDriver) -> None:
+def test_requests_are_served_again_when_every_rank_is_back() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.store("ab")
     for rank in (0, 1):
@@ -269,7 +264,7 @@ def test_requests_are_served_again_when_every_rank_is_back(make_driver: MakeDriv
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_does_not_exist_is_refused(make_driver: MakeDriver, rank: int) -> None:
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     driver = make_driver(ranks=2)
 
     for event in (ev.RankLost(rank=rank), ev.RankBack(rank=rank)):
@@ -280,7 +275,7 @@ def test_a_rank_that_does_not_exist_is_refused(make_driver: MakeDriver, rank: in
 # -------------------------------------------------------------------- tiers
 
 
-def test_a_tier_that_is_off_fails_what_is_under_way_there(make_driver: MakeDriver) -> None:
+def test_a_tier_that_is_off_fails_what_is_under_way_there() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     granted = driver.acquire("ab")
@@ -292,9 +287,7 @@ def test_a_tier_that_is_off_fails_what_is_under_way_there(make_driver: MakeDrive
     assert driver.books.leases[granted.lease].token_count == 0
 
 
-def test_slots_of_a_tier_that_is_off_are_quiet_only_when_it_is_fenced(
-    make_driver: MakeDriver,
-) -> None:
+def test_slots_of_a_tier_that_is_off_are_quiet_only_when_it_is_fenced() -> None:
     driver = make_driver(host=8)
     driver.compute("ab")
 
@@ -307,7 +300,7 @@ def test_slots_of_a_tier_that_is_off_are_quiet_only_when_it_is_fenced(
     assert len(driver.told(ef.Settled)) == 1
 
 
-def test_blocks_of_a_tier_that_is_off_wait_for_it(make_driver: MakeDriver) -> None:
+def test_blocks_of_a_tier_that_is_off_wait_for_it() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "xyz")
 
@@ -320,7 +313,7 @@ def test_blocks_of_a_tier_that_is_off_wait_for_it(make_driver: MakeDriver) -> No
     assert driver.acquire("ab").cached_by_tier == (0, 4)
 
 
-def test_a_tier_that_lost_its_bytes_has_lost_its_blocks(make_driver: MakeDriver) -> None:
+def test_a_tier_that_lost_its_bytes_has_lost_its_blocks() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "xyz")
     driver.handle(ev.TierOff(tier=1, fenced=True))
@@ -332,9 +325,7 @@ def test_a_tier_that_lost_its_bytes_has_lost_its_blocks(make_driver: MakeDriver)
     assert driver.acquire("ab").miss.reason is MissReason.LOST
 
 
-def test_a_tier_that_lost_its_bytes_without_a_word_fails_what_is_under_way(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_tier_that_lost_its_bytes_without_a_word_fails_what_is_under_way() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
     granted = driver.acquire("ab")
@@ -347,7 +338,7 @@ def test_a_tier_that_lost_its_bytes_without_a_word_fails_what_is_under_way(
     assert driver.cached_in("host") == set()
 
 
-def test_a_tier_below_a_hub_that_is_off_cannot_be_reached(make_driver: MakeDriver) -> None:
+def test_a_tier_below_a_hub_that_is_off_cannot_be_reached() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
 
@@ -356,7 +347,7 @@ def test_a_tier_below_a_hub_that_is_off_cannot_be_reached(make_driver: MakeDrive
     assert driver.acquire("ab").cached_tokens == 0
 
 
-def test_a_tier_below_that_is_off_leaves_the_hub_alone(make_driver: MakeDriver) -> None:
+def test_a_tier_below_that_is_off_leaves_the_hub_alone() -> None:
     driver = make_driver(device=4, host=8, disk=8)
     driver.store("ab", "xyz")
 
@@ -366,7 +357,7 @@ def test_a_tier_below_that_is_off_leaves_the_hub_alone(make_driver: MakeDriver) 
 
 
 @pytest.mark.parametrize("tier", [-1, 0, 2])
-def test_a_tier_that_is_not_below_the_device_is_refused(make_driver: MakeDriver, tier: int) -> None:
+def test_a_tier_that_is_not_below_the_device_is_refused(tier: int) -> None:
     driver = make_driver(host=8)
 
     for event in (ev.TierOff(tier=tier, fenced=True), ev.TierOn(tier=tier, kept=True)):
@@ -377,7 +368,7 @@ def test_a_tier_that_is_not_below_the_device_is_refused(make_driver: MakeDriver,
 # -------------------------------------------------------------------- discovered
 
 
-def test_discovered_blocks_can_be_matched(make_driver: MakeDriver) -> None:
+def test_discovered_blocks_can_be_matched() -> None:
     driver = make_driver(host=8)
 
     driver.discover(1, "ab")
@@ -386,7 +377,7 @@ def test_discovered_blocks_can_be_matched(make_driver: MakeDriver) -> None:
     assert driver.acquire("ab").cached_by_tier == (0, 4)
 
 
-def test_blocks_in_a_foreign_form_are_known_but_of_no_use(make_driver: MakeDriver) -> None:
+def test_blocks_in_a_foreign_form_are_known_but_of_no_use() -> None:
     driver = make_driver(host=8)
 
     driver.discover(1, "ab", foreign=True)
@@ -395,7 +386,7 @@ def test_blocks_in_a_foreign_form_are_known_but_of_no_use(make_driver: MakeDrive
     assert driver.acquire("ab").miss.reason is MissReason.FORM
 
 
-def test_a_block_of_our_own_form_outweighs_a_foreign_one(make_driver: MakeDriver) -> None:
+def test_a_block_of_our_own_form_outweighs_a_foreign_one() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab", foreign=True)
 
@@ -404,7 +395,7 @@ def test_a_block_of_our_own_form_outweighs_a_foreign_one(make_driver: MakeDriver
     assert driver.acquire("ab").cached_tokens == 4
 
 
-def test_what_is_discovered_twice_is_there_once(make_driver: MakeDriver) -> None:
+def test_what_is_discovered_twice_is_there_once() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     before = freeze(driver.machine)
@@ -414,9 +405,7 @@ def test_what_is_discovered_twice_is_there_once(make_driver: MakeDriver) -> None
     assert freeze(driver.machine) == before
 
 
-def test_a_block_discovered_before_the_one_it_follows_leaves_before_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_discovered_before_the_one_it_follows_leaves_before_it() -> None:
     driver = make_driver(host=2)
     first, second = driver.keys("ab")
     slots = np.array([0, 1], dtype=np.int32)
@@ -429,9 +418,7 @@ def test_a_block_discovered_before_the_one_it_follows_leaves_before_it(
     assert driver.leaving_order(1) == ["ab", "a"]
 
 
-def test_a_block_discovered_without_the_one_it_follows_waits_for_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_discovered_without_the_one_it_follows_waits_for_it() -> None:
     driver = make_driver(host=8)
     first, second = driver.keys("ab")
     driver.handle(
@@ -458,9 +445,7 @@ def test_a_block_discovered_without_the_one_it_follows_waits_for_it(
         ({"parents": [None]}, "2 keys, 1 parent and 2 slots"),
     ],
 )
-def test_a_discovery_that_makes_no_sense_changes_nothing(
-    make_driver: MakeDriver, change: dict[str, Any], says: str
-) -> None:
+def test_a_discovery_that_makes_no_sense_changes_nothing(change: dict[str, Any], says: str) -> None:
     driver = make_driver(host=8)
     driver.discover(1, "a")
     keys = driver.keys("xy")
@@ -478,7 +463,7 @@ def test_a_discovery_that_makes_no_sense_changes_nothing(
     assert freeze(driver.machine) == before
 
 
-def test_a_block_that_follows_itself_is_refused(make_driver: MakeDriver) -> None:
+def test_a_block_that_follows_itself_is_refused() -> None:
     driver = make_driver(host=8)
     keys = driver.keys("a")
     before = freeze(driver.machine)
@@ -489,7 +474,7 @@ def test_a_block_that_follows_itself_is_refused(make_driver: MakeDriver) -> None
     assert freeze(driver.machine) == before
 
 
-def test_blocks_that_follow_each_other_in_a_circle_are_refused(make_driver: MakeDriver) -> None:
+def test_blocks_that_follow_each_other_in_a_circle_are_refused() -> None:
     driver = make_driver(host=8)
     keys = driver.keys("ab")
     slots = np.arange(2, dtype=np.int32)

@@ -10,14 +10,15 @@ from lab.fixtures.frozen import freeze
 from penstock.cache.operations import Purpose
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
-def a_busy_cache(make_driver: MakeDriver) -> Driver:
+def a_busy_cache() -> Driver:
     """Leases ready and waiting, copies of all kinds under way, a pin, hints, a foreign block."""
     driver: Driver = make_driver(device=16, host=8, disk=8, ranks=2)
     driver.store("abc")
@@ -37,14 +38,14 @@ def a_busy_cache(make_driver: MakeDriver) -> Driver:
     return driver
 
 
-def test_equal_histories_freeze_to_equal_tuples(make_driver: MakeDriver) -> None:
-    first, second = a_busy_cache(make_driver), a_busy_cache(make_driver)
+def test_equal_histories_freeze_to_equal_tuples() -> None:
+    first, second = a_busy_cache(), a_busy_cache()
 
     assert freeze(first.machine) == freeze(second.machine)
 
 
-def test_a_replay_of_all_events_freezes_to_the_same(make_driver: MakeDriver) -> None:
-    driver = a_busy_cache(make_driver)
+def test_a_replay_of_all_events_freezes_to_the_same() -> None:
+    driver = a_busy_cache()
     replay = CacheMachine(driver.books.settings, incarnation=7)
 
     for event, now in driver.past:
@@ -53,8 +54,8 @@ def test_a_replay_of_all_events_freezes_to_the_same(make_driver: MakeDriver) -> 
     assert freeze(replay) == freeze(driver.machine)
 
 
-def test_a_frozen_state_can_be_hashed_and_holds_no_live_parts(make_driver: MakeDriver) -> None:
-    driver = a_busy_cache(make_driver)
+def test_a_frozen_state_can_be_hashed_and_holds_no_live_parts() -> None:
+    driver = a_busy_cache()
     frozen = freeze(driver.machine)
     number = hash(frozen)
 
@@ -65,13 +66,13 @@ def test_a_frozen_state_can_be_hashed_and_holds_no_live_parts(make_driver: MakeD
     assert frozen != freeze(driver.machine)
 
 
-def test_freezing_changes_nothing(make_driver: MakeDriver) -> None:
-    driver = a_busy_cache(make_driver)
+def test_freezing_changes_nothing() -> None:
+    driver = a_busy_cache()
 
     assert freeze(driver.machine) == freeze(driver.machine)
 
 
-def test_every_change_that_decides_something_shows(make_driver: MakeDriver) -> None:
+def test_every_change_that_decides_something_shows() -> None:
     changes: dict[str, Callable[[Driver], object]] = {
         "acquire": lambda driver: driver.acquire("n"),
         "commit": lambda driver: driver.commit(driver.acquire("n").lease, "n"),
@@ -85,19 +86,19 @@ def test_every_change_that_decides_something_shows(make_driver: MakeDriver) -> N
         "expiry": lambda driver: driver.tick(after_s=10.0),
         "hint": lambda driver: driver.acquire("uv", priority=7),
     }
-    unchanged = freeze(a_busy_cache(make_driver).machine)
+    unchanged = freeze(a_busy_cache().machine)
 
     frozen = {unchanged}
     for change in changes.values():
-        driver = a_busy_cache(make_driver)
+        driver = a_busy_cache()
         change(driver)
         frozen.add(freeze(driver.machine))
 
     assert len(frozen) == 1 + len(changes)
 
 
-def test_what_only_explains_does_not_show(make_driver: MakeDriver) -> None:
-    driver = a_busy_cache(make_driver)
+def test_what_only_explains_does_not_show() -> None:
+    driver = a_busy_cache()
     before = freeze(driver.machine)
 
     driver.machine.take_kv_events()

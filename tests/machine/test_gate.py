@@ -20,10 +20,11 @@ from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.gate import LOAD_WAIT_S
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from penstock.machine.statistics import HopStatistics
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 SLOW, QUICK = 1.0, 1000.0
 """Blocks a second over a hop, tokens a second of prefill: each far from the other."""
@@ -63,7 +64,7 @@ def lookup(driver: Driver, prompt: str, *, held: int = 0) -> ef.Found:
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     """A cache that found three prompts in its host tier when it began."""
     driver = make_driver(device=16, host=32, block_bytes=1000)
     prompts = ("abcd", "mno", "wxy")
@@ -204,7 +205,7 @@ def test_what_is_queued_on_the_hop_is_waited_for(driver: Driver) -> None:
     assert driver.acquire("wxy").cached_tokens == 6
 
 
-def test_the_quicker_of_two_tiers_is_loaded_and_the_rest_computed(make_driver: MakeDriver) -> None:
+def test_the_quicker_of_two_tiers_is_loaded_and_the_rest_computed() -> None:
     driver = make_driver(device=16, host=16, disk=16)
     driver.discover(2, "abcdefgh")
     driver.handle(ev.Prefetch(keys=driver.keys("abcd"), cause="test"))
@@ -223,9 +224,7 @@ def test_the_quicker_of_two_tiers_is_loaded_and_the_rest_computed(make_driver: M
 
 
 @pytest.mark.parametrize(("tokens_min", "loaded"), [(8, 8), (9, 0)])
-def test_a_hit_below_the_floor_is_not_loaded(
-    make_driver: MakeDriver, tokens_min: int, loaded: int
-) -> None:
+def test_a_hit_below_the_floor_is_not_loaded(tokens_min: int, loaded: int) -> None:
     driver = make_driver(host=8, load_tokens_min=tokens_min)
     driver.discover(1, "abcd")
 
@@ -237,7 +236,7 @@ def test_a_hit_below_the_floor_is_not_loaded(
 
 @pytest.mark.parametrize(("share", "loaded"), [(1.0, 8), (1.001, 0)])
 def test_by_default_a_load_saves_at_least_what_is_prefilled_in_a_moment(
-    make_driver: MakeDriver, share: float, loaded: int
+    share: float, loaded: int
 ) -> None:
     driver = make_driver(host=8)
     driver.discover(1, "abcd")
@@ -246,7 +245,7 @@ def test_by_default_a_load_saves_at_least_what_is_prefilled_in_a_moment(
     assert driver.acquire("abcd").cached_tokens == loaded
 
 
-def test_a_gate_that_is_off_has_no_floor_of_its_own(make_driver: MakeDriver) -> None:
+def test_a_gate_that_is_off_has_no_floor_of_its_own() -> None:
     driver = make_driver(host=8, load_gate=Gate.OFF)
     driver.discover(1, "abcd")
     compute_at(driver, QUICK)
@@ -254,7 +253,7 @@ def test_a_gate_that_is_off_has_no_floor_of_its_own(make_driver: MakeDriver) -> 
     assert driver.acquire("abcd").cached_tokens == 8
 
 
-def test_a_gate_that_is_off_loads_whatever_is_slower(make_driver: MakeDriver) -> None:
+def test_a_gate_that_is_off_loads_whatever_is_slower() -> None:
     driver = make_driver(device=16, host=32, load_gate=Gate.OFF)
     driver.discover(1, "mno")
     measure_loads(driver, SLOW)
@@ -310,7 +309,7 @@ def test_rates_are_visible(driver: Driver) -> None:
     assert driver.machine.statistics().prefill_tokens_per_s == pytest.approx(700.0)
 
 
-def test_every_hop_is_measured(make_driver: MakeDriver) -> None:
+def test_every_hop_is_measured() -> None:
     driver = make_driver(host=8, disk=8)
 
     hops = [(hop.source, hop.target) for hop in driver.machine.statistics().hops]
@@ -318,11 +317,11 @@ def test_every_hop_is_measured(make_driver: MakeDriver) -> None:
     assert hops == [("device", "host"), ("host", "device"), ("disk", "host"), ("host", "disk")]
 
 
-def test_a_cache_without_lower_tiers_has_no_hops(make_driver: MakeDriver) -> None:
+def test_a_cache_without_lower_tiers_has_no_hops() -> None:
     assert make_driver().machine.statistics().hops == ()
 
 
-def test_the_slowest_rank_decides_how_fast_a_hop_is(make_driver: MakeDriver) -> None:
+def test_the_slowest_rank_decides_how_fast_a_hop_is() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.discover(1, "ab")
     driver.acquire("ab")
@@ -353,7 +352,7 @@ def test_a_speed_that_makes_no_sense_is_refused(
 
 
 @pytest.fixture
-def offload(make_driver: MakeDriver) -> Driver:
+def offload() -> Driver:
     """An engine that owns its device slots, over a host tier that holds one prompt."""
     driver = make_driver(device=None, host=8, disk=8)
     driver.discover(1, "abcd")
@@ -409,7 +408,7 @@ def test_where_the_engine_holds_all_that_was_found_nothing_is_weighed(
     assert (found.miss.reason, found.miss.block) == (MissReason.NEVER_SEEN, 4)
 
 
-def test_blocks_that_wait_below_the_hub_are_weighed_with_both_hops(make_driver: MakeDriver) -> None:
+def test_blocks_that_wait_below_the_hub_are_weighed_with_both_hops() -> None:
     driver = make_driver(device=None, host=8, disk=16)
     driver.discover(2, "abcdef")
     driver.handle(ev.Prefetch(keys=driver.keys("ab"), cause="test"))

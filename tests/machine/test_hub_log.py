@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.machine import events as ev
 from penstock.vocabulary.checksums import life_salt
-from tests.machine.conftest import INCARNATION
+from tests.machine.conftest import INCARNATION, make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 STORE = 2
 PEERS = TierSettings(
@@ -28,14 +28,14 @@ def lent(driver: Driver, limit: int = 100) -> tuple[set[str], set[str]]:
     return set(driver.words(changes.keys)), set(driver.words(changes.gone))
 
 
-def driver_with_peers(make_driver: MakeDriver, host: int = 8) -> Driver:
+def driver_with_peers(host: int = 8) -> Driver:
     driver = make_driver(host=host, disk=PEERS)
     driver.handle(ev.TierOn(tier=STORE, kept=True))
     return driver
 
 
-def test_who_begins_to_follow_is_told_all_and_then_what_changes(make_driver: MakeDriver) -> None:
-    driver = driver_with_peers(make_driver)
+def test_who_begins_to_follow_is_told_all_and_then_what_changes() -> None:
+    driver = driver_with_peers()
     driver.store("abc")
     assert not driver.machine.has_hub_changes
 
@@ -47,8 +47,8 @@ def test_who_begins_to_follow_is_told_all_and_then_what_changes(make_driver: Mak
     assert not driver.machine.has_hub_changes
 
 
-def test_what_leaves_the_hub_is_gone(make_driver: MakeDriver) -> None:
-    driver = driver_with_peers(make_driver, host=3)
+def test_what_leaves_the_hub_is_gone() -> None:
+    driver = driver_with_peers(host=3)
     driver.store("abc")
     driver.machine.follow_hub(follow=True)
     lent(driver)
@@ -60,8 +60,8 @@ def test_what_leaves_the_hub_is_gone(make_driver: MakeDriver) -> None:
     assert gone == {"a", "ab", "abc"}
 
 
-def test_no_more_is_taken_at_once_than_was_asked_for(make_driver: MakeDriver) -> None:
-    driver = driver_with_peers(make_driver)
+def test_no_more_is_taken_at_once_than_was_asked_for() -> None:
+    driver = driver_with_peers()
     driver.store("abc")
     driver.machine.follow_hub(follow=True)
 
@@ -71,8 +71,8 @@ def test_no_more_is_taken_at_once_than_was_asked_for(make_driver: MakeDriver) ->
     assert driver.machine.has_hub_changes
 
 
-def test_blocks_of_before_a_reset_of_another_engine_are_not_lent(make_driver: MakeDriver) -> None:
-    driver = driver_with_peers(make_driver)
+def test_blocks_of_before_a_reset_of_another_engine_are_not_lent() -> None:
+    driver = driver_with_peers()
     driver.store("abc")
 
     driver.handle(ev.TierVoided(tier=STORE, own=False))
@@ -83,8 +83,8 @@ def test_blocks_of_before_a_reset_of_another_engine_are_not_lent(make_driver: Ma
     assert lent(driver) == ({"x", "xy"}, set())
 
 
-def test_nothing_is_noted_while_nobody_follows(make_driver: MakeDriver) -> None:
-    driver = driver_with_peers(make_driver)
+def test_nothing_is_noted_while_nobody_follows() -> None:
+    driver = driver_with_peers()
     driver.machine.follow_hub(follow=True)
     driver.machine.follow_hub(follow=False)
 

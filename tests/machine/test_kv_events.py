@@ -19,11 +19,12 @@ from penstock.machine.kv_events import (
     KvEvent,
     Snapshot,
 )
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 View = dict[str, dict[bytes, bytes | None]]
 """Tier to key to the key before it: what a router believes."""
@@ -85,7 +86,7 @@ def eventful_life(driver: Driver) -> Iterable[None]:
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     device = TierSettings(name="device", slot_count=8, low_watermark=0.25, high_watermark=0.5)
     driver: Driver = make_driver(device=device, host=10, disk=12)
     return driver
@@ -159,7 +160,7 @@ def test_blocks_published_later_name_the_block_they_follow(driver: Driver) -> No
     assert (driver.words(event.keys), event.parent) == (["abc", "abcd"], driver.key("ab"))
 
 
-def test_a_block_is_announced_when_it_is_ready_and_not_before(make_driver: MakeDriver) -> None:
+def test_a_block_is_announced_when_it_is_ready_and_not_before() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.compute("a")
     copy = driver.copy(Purpose.SAVE)
@@ -185,7 +186,7 @@ def test_a_reset_is_told_with_the_new_epoch(driver: Driver) -> None:
     assert last.epoch == driver.machine.kv_snapshot().epoch == 1
 
 
-def test_after_an_overflow_the_gap_is_seen_and_a_snapshot_helps(make_driver: MakeDriver) -> None:
+def test_after_an_overflow_the_gap_is_seen_and_a_snapshot_helps() -> None:
     driver = make_driver(device=12, event_count=2)
     driver.store("a", "b", "c", "d")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lab.fixtures.frozen import freeze
@@ -13,12 +11,10 @@ from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 
-def test_computed_blocks_can_be_matched_while_their_request_runs(make_driver: MakeDriver) -> None:
+def test_computed_blocks_can_be_matched_while_their_request_runs() -> None:
     driver = make_driver(device=12)
     granted = driver.acquire("abc")
 
@@ -27,7 +23,7 @@ def test_computed_blocks_can_be_matched_while_their_request_runs(make_driver: Ma
     assert driver.acquire("abc").cached_tokens == 6
 
 
-def test_blocks_are_published_chunk_by_chunk(make_driver: MakeDriver) -> None:
+def test_blocks_are_published_chunk_by_chunk() -> None:
     driver = make_driver(device=12)
     lease = driver.acquire("abcd").lease
 
@@ -39,7 +35,7 @@ def test_blocks_are_published_chunk_by_chunk(make_driver: MakeDriver) -> None:
     assert seen == [["a"], ["a"], ["a", "ab", "abc"], ["a", "ab", "abc", "abcd"]]
 
 
-def test_an_unfinished_block_is_not_published(make_driver: MakeDriver) -> None:
+def test_an_unfinished_block_is_not_published() -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
 
@@ -48,7 +44,7 @@ def test_an_unfinished_block_is_not_published(make_driver: MakeDriver) -> None:
     assert driver.cached_in("device") == {"a"}
 
 
-def test_output_tokens_are_published_too(make_driver: MakeDriver) -> None:
+def test_output_tokens_are_published_too() -> None:
     driver = make_driver()
     lease = driver.acquire("a", more_tokens=1).lease
     driver.commit(lease, "a", more_tokens=1)
@@ -61,7 +57,7 @@ def test_output_tokens_are_published_too(make_driver: MakeDriver) -> None:
     assert driver.acquire("abc").cached_tokens == 4
 
 
-def test_the_next_turn_goes_on_from_the_output_of_the_last(make_driver: MakeDriver) -> None:
+def test_the_next_turn_goes_on_from_the_output_of_the_last() -> None:
     driver = make_driver(device=12)
     driver.store("ab", "abcd", "abcdef")
 
@@ -70,7 +66,7 @@ def test_the_next_turn_goes_on_from_the_output_of_the_last(make_driver: MakeDriv
     assert granted.cached_tokens == 12
 
 
-def test_a_published_block_stays_when_its_request_ends(make_driver: MakeDriver) -> None:
+def test_a_published_block_stays_when_its_request_ends() -> None:
     driver = make_driver()
 
     driver.compute("ab")
@@ -82,9 +78,7 @@ def test_a_published_block_stays_when_its_request_ends(make_driver: MakeDriver) 
 # -------------------------------------------------------------------- computed twice
 
 
-def test_two_requests_that_computed_the_same_block_end_with_one_copy(
-    make_driver: MakeDriver,
-) -> None:
+def test_two_requests_that_computed_the_same_block_end_with_one_copy() -> None:
     driver = make_driver()
     leases = [driver.acquire("ab").lease for _ in range(2)]
 
@@ -98,9 +92,7 @@ def test_two_requests_that_computed_the_same_block_end_with_one_copy(
     assert driver.machine.statistics().blocks_twinned == 2
 
 
-def test_the_copy_that_was_published_first_stays_while_another_request_needs_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_copy_that_was_published_first_stays_while_another_request_needs_it() -> None:
     driver = make_driver(device=6)
     first, second = (driver.acquire("ab").lease for _ in range(2))
     driver.commit(first, "ab")
@@ -119,7 +111,7 @@ def test_the_copy_that_was_published_first_stays_while_another_request_needs_it(
     assert driver.acquire("abc").cached_tokens == 6
 
 
-def test_a_table_never_changes_under_a_step_that_is_in_flight(make_driver: MakeDriver) -> None:
+def test_a_table_never_changes_under_a_step_that_is_in_flight() -> None:
     driver = make_driver()
     first, second = (driver.acquire("ab") for _ in range(2))
     tables = [granted.table.tolist() for granted in (first, second)]
@@ -131,7 +123,7 @@ def test_a_table_never_changes_under_a_step_that_is_in_flight(make_driver: MakeD
     assert [leases[g.lease].table.tolist() for g in (first, second)] == tables
 
 
-def test_blocks_published_behind_anothers_block_stay_reachable(make_driver: MakeDriver) -> None:
+def test_blocks_published_behind_anothers_block_stay_reachable() -> None:
     driver = make_driver(device=8)
     first, second = (driver.acquire("ab").lease for _ in range(2))
     driver.commit(first, "a")
@@ -144,7 +136,7 @@ def test_blocks_published_behind_anothers_block_stay_reachable(make_driver: Make
     assert driver.cached_in("device") == {"a", "ab"}
 
 
-def test_the_other_copy_of_a_block_is_freed_with_its_request(make_driver: MakeDriver) -> None:
+def test_the_other_copy_of_a_block_is_freed_with_its_request() -> None:
     driver = make_driver()
     first, second = (driver.acquire("ab").lease for _ in range(2))
     driver.commit(first, "ab")
@@ -158,9 +150,7 @@ def test_the_other_copy_of_a_block_is_freed_with_its_request(make_driver: MakeDr
     assert driver.free_in("device") == 6
 
 
-def test_a_request_publishes_what_is_new_behind_what_another_published(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_publishes_what_is_new_behind_what_another_published() -> None:
     driver = make_driver()
     lease = driver.acquire("abcd").lease
     driver.compute("a")
@@ -172,9 +162,7 @@ def test_a_request_publishes_what_is_new_behind_what_another_published(
     assert driver.free_in("device") == 4
 
 
-def test_a_block_on_its_way_out_stays_for_a_request_that_computed_it_too(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_on_its_way_out_stays_for_a_request_that_computed_it_too() -> None:
     device = TierSettings(name="device", slot_count=8, low_watermark=0.75, high_watermark=0.9)
     driver = make_driver(device=device, host=8, write="write_back")
     lease = driver.acquire("ab").lease
@@ -188,9 +176,7 @@ def test_a_block_on_its_way_out_stays_for_a_request_that_computed_it_too(
     assert driver.tiers_with("a") == {"device", "host"}
 
 
-def test_a_block_known_from_below_is_published_by_who_computes_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_known_from_below_is_published_by_who_computes_it() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     lease = driver.acquire("ab", load=False).lease
@@ -201,7 +187,7 @@ def test_a_block_known_from_below_is_published_by_who_computes_it(
     assert not driver.copies
 
 
-def test_a_hole_in_a_chain_is_closed_by_who_computes_it(make_driver: MakeDriver) -> None:
+def test_a_hole_in_a_chain_is_closed_by_who_computes_it() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("abc", "xyz")
     lease = driver.acquire("abc").lease
@@ -216,7 +202,7 @@ def test_a_hole_in_a_chain_is_closed_by_who_computes_it(make_driver: MakeDriver)
     assert driver.cached_in("host") >= {"a", "ab", "abc"}
 
 
-def test_a_block_whose_first_copy_is_being_loaded_is_kept_apart(make_driver: MakeDriver) -> None:
+def test_a_block_whose_first_copy_is_being_loaded_is_kept_apart() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "a")
     computing = driver.acquire("a", load=False).lease
@@ -231,9 +217,7 @@ def test_a_block_whose_first_copy_is_being_loaded_is_kept_apart(make_driver: Mak
     assert driver.free_in("device") == 7
 
 
-def test_blocks_published_behind_a_load_that_failed_leave_in_the_right_order(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_published_behind_a_load_that_failed_leave_in_the_right_order() -> None:
     driver = make_driver(device=6, host=8)
     driver.store("a", "vwxyz")
     own, other = driver.acquire("ab", load=False).lease, driver.acquire("a").lease
@@ -254,7 +238,7 @@ def test_blocks_published_behind_a_load_that_failed_leave_in_the_right_order(
 # -------------------------------------------------------------------- storing is optional
 
 
-def test_a_request_may_opt_out_of_storing(make_driver: MakeDriver) -> None:
+def test_a_request_may_opt_out_of_storing() -> None:
     driver = make_driver(host=8)
 
     driver.compute("ab", store=False)
@@ -264,7 +248,7 @@ def test_a_request_may_opt_out_of_storing(make_driver: MakeDriver) -> None:
     assert not driver.copies
 
 
-def test_a_request_that_stores_nothing_still_finds(make_driver: MakeDriver) -> None:
+def test_a_request_that_stores_nothing_still_finds() -> None:
     driver = make_driver()
     driver.store("ab")
 
@@ -275,7 +259,7 @@ def test_a_request_that_stores_nothing_still_finds(make_driver: MakeDriver) -> N
     assert driver.cached_in("device") == {"a", "ab"}
 
 
-def test_a_block_nobody_will_publish_does_not_count_as_filling(make_driver: MakeDriver) -> None:
+def test_a_block_nobody_will_publish_does_not_count_as_filling() -> None:
     driver = make_driver()
     driver.acquire("ab", store=False)
 
@@ -298,7 +282,7 @@ def test_a_block_nobody_will_publish_does_not_count_as_filling(make_driver: Make
     ],
 )
 def test_a_commit_that_makes_no_sense_changes_nothing(
-    make_driver: MakeDriver, token_count: int, key_count: int, says: str
+    token_count: int, key_count: int, says: str
 ) -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
@@ -315,7 +299,7 @@ def test_a_commit_that_makes_no_sense_changes_nothing(
     assert freeze(driver.machine) == before
 
 
-def test_a_commit_with_a_key_twice_changes_nothing(make_driver: MakeDriver) -> None:
+def test_a_commit_with_a_key_twice_changes_nothing() -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
     before = freeze(driver.machine)
@@ -326,7 +310,7 @@ def test_a_commit_with_a_key_twice_changes_nothing(make_driver: MakeDriver) -> N
     assert freeze(driver.machine) == before
 
 
-def test_a_published_block_is_paid_for_by_its_tenant(make_driver: MakeDriver) -> None:
+def test_a_published_block_is_paid_for_by_its_tenant() -> None:
     driver = make_driver(device=TierSettings(name="device", slot_count=8, quotas={"ann": 0.25}))
 
     driver.compute("ab", tenant="ann")

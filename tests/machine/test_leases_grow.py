@@ -13,9 +13,10 @@ from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, LeaseError
 from penstock.machine import effects as ef
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 def with_tail(driver: Driver, prompt: str) -> ef.Granted:
@@ -28,7 +29,7 @@ def with_tail(driver: Driver, prompt: str) -> ef.Granted:
 # -------------------------------------------------------------------- grow
 
 
-def test_a_lease_grows_by_the_blocks_it_lacks(make_driver: MakeDriver) -> None:
+def test_a_lease_grows_by_the_blocks_it_lacks() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", more_tokens=1)
 
@@ -39,7 +40,7 @@ def test_a_lease_grows_by_the_blocks_it_lacks(make_driver: MakeDriver) -> None:
     assert grown.state is LeaseState.READY
 
 
-def test_a_lease_that_has_room_does_not_grow(make_driver: MakeDriver) -> None:
+def test_a_lease_that_has_room_does_not_grow() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", more_tokens=1)
 
@@ -48,7 +49,7 @@ def test_a_lease_that_has_room_does_not_grow(make_driver: MakeDriver) -> None:
     assert grown.table.tolist() == granted.table.tolist()
 
 
-def test_growing_evicts_what_nobody_holds(make_driver: MakeDriver) -> None:
+def test_growing_evicts_what_nobody_holds() -> None:
     driver = make_driver(device=4)
     driver.store("xy")
     granted = driver.acquire("", more_tokens=1)
@@ -58,7 +59,7 @@ def test_growing_evicts_what_nobody_holds(make_driver: MakeDriver) -> None:
     assert driver.cached_in("device") == {"x"}
 
 
-def test_a_lease_that_cannot_grow_is_as_it_was(make_driver: MakeDriver) -> None:
+def test_a_lease_that_cannot_grow_is_as_it_was() -> None:
     driver = make_driver(device=4)
     driver.store("x")
     granted = with_tail(driver, "a")
@@ -74,9 +75,7 @@ def test_a_lease_that_cannot_grow_is_as_it_was(make_driver: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("token_count", [2.5, -1, None, "9"])
-def test_room_for_what_is_no_number_of_tokens_is_refused(
-    make_driver: MakeDriver, token_count: int
-) -> None:
+def test_room_for_what_is_no_number_of_tokens_is_refused(token_count: int) -> None:
     driver = make_driver(device=4)
     granted = with_tail(driver, "a")
     before = freeze(driver.machine)
@@ -87,7 +86,7 @@ def test_room_for_what_is_no_number_of_tokens_is_refused(
     assert freeze(driver.machine) == before
 
 
-def test_growing_by_nothing_evicts_nothing(make_driver: MakeDriver) -> None:
+def test_growing_by_nothing_evicts_nothing() -> None:
     driver = make_driver(device=TierSettings(name="device", slot_count=12, quotas={"ann": 0.25}))
     granted = driver.acquire("k", tenant="ann")
     driver.compute("vwxy", tenant="ann")
@@ -98,7 +97,7 @@ def test_growing_by_nothing_evicts_nothing(make_driver: MakeDriver) -> None:
     assert driver.cached_in("device") == before
 
 
-def test_a_table_in_use_does_not_change_when_its_lease_grows(make_driver: MakeDriver) -> None:
+def test_a_table_in_use_does_not_change_when_its_lease_grows() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", more_tokens=1)
     in_use = granted.table.tolist()
@@ -111,7 +110,7 @@ def test_a_table_in_use_does_not_change_when_its_lease_grows(make_driver: MakeDr
 # -------------------------------------------------------------------- fork
 
 
-def test_a_fork_shares_every_filled_block(make_driver: MakeDriver) -> None:
+def test_a_fork_shares_every_filled_block() -> None:
     driver = make_driver()
     granted = with_tail(driver, "ab")
 
@@ -124,7 +123,7 @@ def test_a_fork_shares_every_filled_block(make_driver: MakeDriver) -> None:
     assert driver.free_in("device") == 5
 
 
-def test_a_fork_has_no_room_that_its_origin_has_not_filled(make_driver: MakeDriver) -> None:
+def test_a_fork_has_no_room_that_its_origin_has_not_filled() -> None:
     driver = make_driver()
     granted = driver.acquire("abc")
     driver.commit(granted.lease, "a")
@@ -134,7 +133,7 @@ def test_a_fork_has_no_room_that_its_origin_has_not_filled(make_driver: MakeDriv
     assert fork.table.tolist() == granted.table[:1].tolist()
 
 
-def test_blocks_shared_with_a_fork_stay_until_both_are_released(make_driver: MakeDriver) -> None:
+def test_blocks_shared_with_a_fork_stay_until_both_are_released() -> None:
     driver = make_driver(device=3)
     granted = with_tail(driver, "ab")
     fork = driver.fork(granted.lease)
@@ -148,9 +147,7 @@ def test_blocks_shared_with_a_fork_stay_until_both_are_released(make_driver: Mak
     assert driver.cached_in("device") == {"a", "ab"}
 
 
-def test_an_unfinished_block_shared_with_a_fork_is_not_written_before_it_is_copied(
-    make_driver: MakeDriver,
-) -> None:
+def test_an_unfinished_block_shared_with_a_fork_is_not_written_before_it_is_copied() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -163,7 +160,7 @@ def test_an_unfinished_block_shared_with_a_fork_is_not_written_before_it_is_copi
     assert freeze(driver.machine) == before
 
 
-def test_growing_copies_an_unfinished_block_that_is_shared(make_driver: MakeDriver) -> None:
+def test_growing_copies_an_unfinished_block_that_is_shared() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -182,7 +179,7 @@ def test_growing_copies_an_unfinished_block_that_is_shared(make_driver: MakeDriv
     assert changed.state is LeaseState.READY
 
 
-def test_only_one_of_two_has_to_copy(make_driver: MakeDriver) -> None:
+def test_only_one_of_two_has_to_copy() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -196,7 +193,7 @@ def test_only_one_of_two_has_to_copy(make_driver: MakeDriver) -> None:
     assert not driver.copies
 
 
-def test_forks_go_on_to_different_blocks(make_driver: MakeDriver) -> None:
+def test_forks_go_on_to_different_blocks() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -212,7 +209,7 @@ def test_forks_go_on_to_different_blocks(make_driver: MakeDriver) -> None:
     assert driver.free_in("device") == 5
 
 
-def test_a_fork_at_the_end_of_a_block_needs_no_copy(make_driver: MakeDriver) -> None:
+def test_a_fork_at_the_end_of_a_block_needs_no_copy() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", more_tokens=0)
     driver.commit(granted.lease, "ab")
@@ -226,7 +223,7 @@ def test_a_fork_at_the_end_of_a_block_needs_no_copy(make_driver: MakeDriver) -> 
     assert driver.cached_in("device") == {"a", "ab", "abc"}
 
 
-def test_the_last_of_three_forks_writes_in_place(make_driver: MakeDriver) -> None:
+def test_the_last_of_three_forks_writes_in_place() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     forks = [driver.fork(granted.lease, f"fork {number}") for number in range(2)]
@@ -241,7 +238,7 @@ def test_the_last_of_three_forks_writes_in_place(make_driver: MakeDriver) -> Non
     assert len(tails) == 3
 
 
-def test_a_fork_released_without_a_step_leaves_nothing_behind(make_driver: MakeDriver) -> None:
+def test_a_fork_released_without_a_step_leaves_nothing_behind() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     driver.release(driver.fork(granted.lease).lease)
@@ -253,9 +250,7 @@ def test_a_fork_released_without_a_step_leaves_nothing_behind(make_driver: MakeD
 
 
 @pytest.mark.parametrize("first_to_go", ["origin", "fork"])
-def test_both_sides_of_a_copy_come_back_when_it_ends_after_their_leases(
-    make_driver: MakeDriver, first_to_go: str
-) -> None:
+def test_both_sides_of_a_copy_come_back_when_it_ends_after_their_leases(first_to_go: str) -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -271,9 +266,7 @@ def test_both_sides_of_a_copy_come_back_when_it_ends_after_their_leases(
     assert driver.free_in("device") == 7
 
 
-def test_a_copy_on_write_that_fails_loses_the_lease_that_wanted_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_copy_on_write_that_fails_loses_the_lease_that_wanted_it() -> None:
     driver = make_driver()
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -289,7 +282,7 @@ def test_a_copy_on_write_that_fails_loses_the_lease_that_wanted_it(
     assert driver.free_in("device") == 7
 
 
-def test_copy_on_write_without_room_changes_nothing(make_driver: MakeDriver) -> None:
+def test_copy_on_write_without_room_changes_nothing() -> None:
     driver = make_driver(device=2)
     granted = with_tail(driver, "a")
     fork = driver.fork(granted.lease)
@@ -301,9 +294,7 @@ def test_copy_on_write_without_room_changes_nothing(make_driver: MakeDriver) -> 
     assert freeze(driver.machine) == before
 
 
-def test_a_fork_of_a_request_that_opted_out_of_storing_stores_nothing_either(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_fork_of_a_request_that_opted_out_of_storing_stores_nothing_either() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", more_tokens=0, store=False)
     driver.commit(granted.lease, "ab")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lab.fixtures.frozen import freeze
@@ -12,13 +10,11 @@ from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
 from penstock.errors import CapacityError
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
-def test_a_pinned_prefix_stays_in_every_tier(make_driver: MakeDriver, eviction: str) -> None:
+def test_a_pinned_prefix_stays_in_every_tier(eviction: str) -> None:
     driver = make_driver(device=6, host=6, eviction=eviction)
     driver.store("ab")
 
@@ -29,7 +25,7 @@ def test_a_pinned_prefix_stays_in_every_tier(make_driver: MakeDriver, eviction: 
     assert driver.tiers_with("ab") == driver.tiers_with("a") == {"device", "host"}
 
 
-def test_blocks_before_a_pinned_one_stay_with_it(make_driver: MakeDriver) -> None:
+def test_blocks_before_a_pinned_one_stay_with_it() -> None:
     driver = make_driver(device=6)
     driver.store("abc")
     driver.handle(ev.PinBlocks(keys=[driver.key("abc")]))
@@ -39,7 +35,7 @@ def test_blocks_before_a_pinned_one_stay_with_it(make_driver: MakeDriver) -> Non
     assert driver.cached_in("device") >= {"a", "ab", "abc"}
 
 
-def test_a_prefix_can_be_pinned_before_it_is_computed(make_driver: MakeDriver) -> None:
+def test_a_prefix_can_be_pinned_before_it_is_computed() -> None:
     driver = make_driver(device=6)
 
     pinned = driver.pin("ab")
@@ -49,9 +45,7 @@ def test_a_prefix_can_be_pinned_before_it_is_computed(make_driver: MakeDriver) -
     assert driver.cached_in("device") >= {"a", "ab"}
 
 
-def test_a_pinned_block_that_is_lost_is_pinned_again_when_it_comes_back(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_pinned_block_that_is_lost_is_pinned_again_when_it_comes_back() -> None:
     driver = make_driver(device=6)
     driver.store("ab")
     driver.pin("ab")
@@ -63,7 +57,7 @@ def test_a_pinned_block_that_is_lost_is_pinned_again_when_it_comes_back(
     assert driver.cached_in("device") >= {"a", "ab"}
 
 
-def test_an_unpinned_prefix_leaves_when_its_turn_comes(make_driver: MakeDriver) -> None:
+def test_an_unpinned_prefix_leaves_when_its_turn_comes() -> None:
     driver = make_driver(device=6)
     driver.store("ab")
     pinned = driver.pin("ab")
@@ -74,7 +68,7 @@ def test_an_unpinned_prefix_leaves_when_its_turn_comes(make_driver: MakeDriver) 
     assert driver.tiers_with("ab") == set()
 
 
-def test_a_block_stays_until_its_last_pin_is_gone(make_driver: MakeDriver) -> None:
+def test_a_block_stays_until_its_last_pin_is_gone() -> None:
     driver = make_driver(device=8)
     driver.store("ab")
     first, second = driver.pin("ab"), driver.pin("a")
@@ -87,7 +81,7 @@ def test_a_block_stays_until_its_last_pin_is_gone(make_driver: MakeDriver) -> No
     assert driver.leaving_order() == ["ab", "a"]
 
 
-def test_a_block_being_demoted_stays_when_it_is_pinned(make_driver: MakeDriver) -> None:
+def test_a_block_being_demoted_stays_when_it_is_pinned() -> None:
     device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=8, write="write_back")
     driver.store("abc")
@@ -99,7 +93,7 @@ def test_a_block_being_demoted_stays_when_it_is_pinned(make_driver: MakeDriver) 
     assert driver.tiers_with("abc") == {"device", "host"}
 
 
-def test_a_reset_takes_pinned_blocks_too(make_driver: MakeDriver) -> None:
+def test_a_reset_takes_pinned_blocks_too() -> None:
     driver = make_driver(device=6)
     driver.store("ab")
     driver.pin("ab")
@@ -110,7 +104,7 @@ def test_a_reset_takes_pinned_blocks_too(make_driver: MakeDriver) -> None:
     assert driver.machine.statistics().pins == 1
 
 
-def test_pins_are_limited_to_a_share_of_the_smallest_tier(make_driver: MakeDriver) -> None:
+def test_pins_are_limited_to_a_share_of_the_smallest_tier() -> None:
     driver = make_driver(device=12, host=8, pin_share=0.5)
     driver.pin("abc")
     before = freeze(driver.machine)
@@ -122,7 +116,7 @@ def test_pins_are_limited_to_a_share_of_the_smallest_tier(make_driver: MakeDrive
     assert freeze(driver.machine) == before
 
 
-def test_a_key_pinned_twice_counts_once_against_the_limit(make_driver: MakeDriver) -> None:
+def test_a_key_pinned_twice_counts_once_against_the_limit() -> None:
     driver = make_driver(device=8, pin_share=0.5)
     driver.pin("abcd")
 
@@ -131,7 +125,7 @@ def test_a_key_pinned_twice_counts_once_against_the_limit(make_driver: MakeDrive
     assert pinned.pin == 2
 
 
-def test_room_for_pins_comes_back_with_unpinning(make_driver: MakeDriver) -> None:
+def test_room_for_pins_comes_back_with_unpinning() -> None:
     driver = make_driver(device=8, pin_share=0.5)
     pinned = driver.pin("abcd")
 
@@ -140,14 +134,14 @@ def test_room_for_pins_comes_back_with_unpinning(make_driver: MakeDriver) -> Non
     assert driver.pin("wxyz").pin == 2
 
 
-def test_a_key_twice_in_one_pin_is_refused(make_driver: MakeDriver) -> None:
+def test_a_key_twice_in_one_pin_is_refused() -> None:
     driver = make_driver(device=8)
 
     with pytest.raises(ValueError, match="a key occurs twice"):
         driver.handle(ev.PinBlocks(keys=[driver.key("a")] * 2))
 
 
-def test_a_pin_ends_once(make_driver: MakeDriver) -> None:
+def test_a_pin_ends_once() -> None:
     driver = make_driver(device=8)
     pinned = driver.pin("a")
     driver.handle(ev.UnpinBlocks(pin=pinned.pin))

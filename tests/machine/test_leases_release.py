@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from penstock.cache.operations import BlockFault, Purpose
@@ -12,9 +10,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 SELDOM = WritePolicy(kind=WriteKind.SELECTIVE, hits=99)
 """A tier that gets nothing unless somebody insists."""
@@ -23,7 +19,7 @@ SELDOM = WritePolicy(kind=WriteKind.SELECTIVE, hits=99)
 # -------------------------------------------------------------------- release
 
 
-def test_a_request_aborted_before_its_first_step_leaves_nothing(make_driver: MakeDriver) -> None:
+def test_a_request_aborted_before_its_first_step_leaves_nothing() -> None:
     driver = make_driver()
 
     driver.release(driver.acquire("ab").lease)
@@ -32,9 +28,7 @@ def test_a_request_aborted_before_its_first_step_leaves_nothing(make_driver: Mak
     assert driver.machine.statistics().blocks_known == 0
 
 
-def test_a_request_aborted_between_two_chunks_leaves_what_it_published(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_aborted_between_two_chunks_leaves_what_it_published() -> None:
     driver = make_driver()
     lease = driver.acquire("abc").lease
     driver.commit(lease, "a", more_tokens=1)
@@ -45,9 +39,7 @@ def test_a_request_aborted_between_two_chunks_leaves_what_it_published(
     assert driver.free_in("device") == 7
 
 
-def test_a_request_aborted_while_it_waits_cancels_a_load_nobody_else_wants(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_aborted_while_it_waits_cancels_a_load_nobody_else_wants() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -59,9 +51,7 @@ def test_a_request_aborted_while_it_waits_cancels_a_load_nobody_else_wants(
     assert driver.free_in("device") == 6
 
 
-def test_slots_of_a_cancelled_load_come_back_when_every_rank_reported(
-    make_driver: MakeDriver,
-) -> None:
+def test_slots_of_a_cancelled_load_come_back_when_every_rank_reported() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -76,7 +66,7 @@ def test_slots_of_a_cancelled_load_come_back_when_every_rank_reported(
     assert driver.free_in("device") == 8
 
 
-def test_a_load_goes_on_while_another_request_waits_for_it(make_driver: MakeDriver) -> None:
+def test_a_load_goes_on_while_another_request_waits_for_it() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     first, second = driver.acquire("ab"), driver.acquire("ab")
@@ -89,9 +79,7 @@ def test_a_load_goes_on_while_another_request_waits_for_it(make_driver: MakeDriv
     assert driver.books.leases[second.lease].state is LeaseState.READY
 
 
-def test_a_request_aborted_while_its_blocks_are_on_the_way_to_the_hub_leaks_nothing(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_aborted_while_its_blocks_are_on_the_way_to_the_hub_leaks_nothing() -> None:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
 
@@ -102,7 +90,7 @@ def test_a_request_aborted_while_its_blocks_are_on_the_way_to_the_hub_leaks_noth
     assert driver.cached_in("disk") == {"a", "ab"}
 
 
-def test_a_lost_lease_is_released_like_any_other(make_driver: MakeDriver) -> None:
+def test_a_lost_lease_is_released_like_any_other() -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
     driver.commit(lease, "ab")
@@ -113,7 +101,7 @@ def test_a_lost_lease_is_released_like_any_other(make_driver: MakeDriver) -> Non
     assert driver.free_in("device") == 8
 
 
-def test_releasing_counts_as_a_use(make_driver: MakeDriver) -> None:
+def test_releasing_counts_as_a_use() -> None:
     driver = make_driver(device=12)
     first = driver.acquire("a").lease
     driver.commit(first, "a")
@@ -127,9 +115,7 @@ def test_releasing_counts_as_a_use(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- preempt
 
 
-def test_a_preempted_request_has_its_blocks_saved_whatever_the_policy(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_preempted_request_has_its_blocks_saved_whatever_the_policy() -> None:
     driver = make_driver(host=TierSettings(name="host", slot_count=8, write=SELDOM))
     lease = driver.acquire("ab").lease
     driver.commit(lease, "ab")
@@ -142,7 +128,7 @@ def test_a_preempted_request_has_its_blocks_saved_whatever_the_policy(
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_a_preempted_request_gives_its_own_blocks_back(make_driver: MakeDriver) -> None:
+def test_a_preempted_request_gives_its_own_blocks_back() -> None:
     driver = make_driver(host=8)
     lease = driver.acquire("abc").lease
     driver.commit(lease, "a")
@@ -154,7 +140,7 @@ def test_a_preempted_request_gives_its_own_blocks_back(make_driver: MakeDriver) 
     assert not driver.books.leases
 
 
-def test_a_preempted_request_finds_its_blocks_when_it_returns(make_driver: MakeDriver) -> None:
+def test_a_preempted_request_finds_its_blocks_when_it_returns() -> None:
     driver = make_driver(device=4, host=TierSettings(name="host", slot_count=8, write=SELDOM))
     lease = driver.acquire("abc").lease
     driver.commit(lease, "abc")
@@ -167,7 +153,7 @@ def test_a_preempted_request_finds_its_blocks_when_it_returns(make_driver: MakeD
     assert granted.cached_by_tier == (0, 6)
 
 
-def test_blocks_computed_twice_are_saved_as_well(make_driver: MakeDriver) -> None:
+def test_blocks_computed_twice_are_saved_as_well() -> None:
     driver = make_driver(host=TierSettings(name="host", slot_count=8, write=SELDOM))
     first, second = (driver.acquire("ab").lease for _ in range(2))
     driver.commit(first, "a")
@@ -179,7 +165,7 @@ def test_blocks_computed_twice_are_saved_as_well(make_driver: MakeDriver) -> Non
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_a_request_preempted_while_it_waits_gives_up_its_load(make_driver: MakeDriver) -> None:
+def test_a_request_preempted_while_it_waits_gives_up_its_load() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
 
@@ -190,7 +176,7 @@ def test_a_request_preempted_while_it_waits_gives_up_its_load(make_driver: MakeD
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_a_preempted_request_of_an_earlier_epoch_saves_nothing(make_driver: MakeDriver) -> None:
+def test_a_preempted_request_of_an_earlier_epoch_saves_nothing() -> None:
     driver = make_driver(host=8)
     lease = driver.acquire("ab").lease
     driver.commit(lease, "ab")
@@ -203,7 +189,7 @@ def test_a_preempted_request_of_an_earlier_epoch_saves_nothing(make_driver: Make
     assert driver.free_in("device") == driver.free_in("host") == 8
 
 
-def test_preempting_without_lower_tiers_is_a_release(make_driver: MakeDriver) -> None:
+def test_preempting_without_lower_tiers_is_a_release() -> None:
     driver = make_driver()
     lease = driver.acquire("ab").lease
     driver.commit(lease, "ab")
@@ -217,9 +203,7 @@ def test_preempting_without_lower_tiers_is_a_release(make_driver: MakeDriver) ->
 
 
 @pytest.mark.parametrize("fault", list(BlockFault))
-def test_a_request_computes_from_the_first_block_that_did_not_arrive(
-    make_driver: MakeDriver, fault: BlockFault
-) -> None:
+def test_a_request_computes_from_the_first_block_that_did_not_arrive(fault: BlockFault) -> None:
     driver = make_driver(host=8)
     driver.discover(1, "abcd")
     granted = driver.acquire("abcd")
@@ -233,9 +217,7 @@ def test_a_request_computes_from_the_first_block_that_did_not_arrive(
     assert len(changed.table) == 5
 
 
-def test_slots_of_blocks_that_did_not_arrive_are_not_computed_into(
-    make_driver: MakeDriver,
-) -> None:
+def test_slots_of_blocks_that_did_not_arrive_are_not_computed_into() -> None:
     driver = make_driver(host=8, ranks=2)
     driver.discover(1, "ab")
     granted = driver.acquire("ab")
@@ -248,7 +230,7 @@ def test_slots_of_blocks_that_did_not_arrive_are_not_computed_into(
     assert not set(changed.table.tolist()) & set(granted.table[:2].tolist())
 
 
-def test_a_request_that_computes_what_did_not_arrive_publishes_it(make_driver: MakeDriver) -> None:
+def test_a_request_that_computes_what_did_not_arrive_publishes_it() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "abc")
     lease = driver.acquire("abc").lease
@@ -262,7 +244,7 @@ def test_a_request_that_computes_what_did_not_arrive_publishes_it(make_driver: M
     assert driver.free_in("device") == 5
 
 
-def test_a_block_that_arrived_behind_a_missing_one_stays_cached(make_driver: MakeDriver) -> None:
+def test_a_block_that_arrived_behind_a_missing_one_stays_cached() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "abc")
     driver.acquire("abc")
@@ -272,7 +254,7 @@ def test_a_block_that_arrived_behind_a_missing_one_stays_cached(make_driver: Mak
     assert driver.cached_in("device") == {"a", "abc"}
 
 
-def test_a_request_leaves_copies_that_bring_it_nothing_any_more(make_driver: MakeDriver) -> None:
+def test_a_request_leaves_copies_that_bring_it_nothing_any_more() -> None:
     driver = make_driver(host=8, operation_blocks_max=1)
     driver.discover(1, "abc")
     lease = driver.acquire("abc").lease
@@ -286,9 +268,7 @@ def test_a_request_leaves_copies_that_bring_it_nothing_any_more(make_driver: Mak
     assert driver.free_in("device") == 8 - 4
 
 
-def test_a_request_is_lost_when_there_is_no_room_to_compute_what_did_not_arrive(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_is_lost_when_there_is_no_room_to_compute_what_did_not_arrive() -> None:
     driver = make_driver(device=3, host=8, ranks=2)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -300,7 +280,7 @@ def test_a_request_is_lost_when_there_is_no_room_to_compute_what_did_not_arrive(
     assert driver.machine.statistics().leases_lost == 1
 
 
-def test_after_a_lost_lease_everything_comes_back(make_driver: MakeDriver) -> None:
+def test_after_a_lost_lease_everything_comes_back() -> None:
     driver = make_driver(device=3, host=8, ranks=2)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -315,7 +295,7 @@ def test_after_a_lost_lease_everything_comes_back(make_driver: MakeDriver) -> No
     assert driver.acquire("ab").cached_tokens == 4
 
 
-def test_a_request_that_waits_for_two_copies_is_told_once(make_driver: MakeDriver) -> None:
+def test_a_request_that_waits_for_two_copies_is_told_once() -> None:
     driver = make_driver(host=8, operation_blocks_max=1)
     driver.discover(1, "ab")
     lease = driver.acquire("ab").lease
@@ -328,9 +308,7 @@ def test_a_request_that_waits_for_two_copies_is_told_once(make_driver: MakeDrive
     assert [(changed.lease, changed.state) for changed in told] == [(lease, LeaseState.READY)]
 
 
-def test_two_copies_that_fail_at_once_leave_one_request_that_computes(
-    make_driver: MakeDriver,
-) -> None:
+def test_two_copies_that_fail_at_once_leave_one_request_that_computes() -> None:
     driver = make_driver(device=12, host=8, operation_blocks_max=1)
     driver.discover(1, "abc")
     lease = driver.acquire("abc").lease
@@ -341,9 +319,7 @@ def test_two_copies_that_fail_at_once_leave_one_request_that_computes(
     assert driver.books.leases[lease].token_count == 0
 
 
-def test_of_two_requests_that_lose_their_blocks_at_once_one_finds_room_to_compute(
-    make_driver: MakeDriver,
-) -> None:
+def test_of_two_requests_that_lose_their_blocks_at_once_one_finds_room_to_compute() -> None:
     driver = make_driver(device=5, host=8, operation_blocks_max=1)
     driver.discover(1, "abc")
     first, second = driver.acquire("abc").lease, driver.acquire("abc").lease
@@ -357,9 +333,7 @@ def test_of_two_requests_that_lose_their_blocks_at_once_one_finds_room_to_comput
     assert driver.free_in("device") == 5
 
 
-def test_what_one_request_gives_back_serves_another_that_lost_the_same_blocks(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_one_request_gives_back_serves_another_that_lost_the_same_blocks() -> None:
     driver = make_driver(device=8, host=8, ranks=2)
     driver.discover(1, "ab")
     small = driver.acquire("ab").lease
@@ -376,7 +350,7 @@ def test_what_one_request_gives_back_serves_another_that_lost_the_same_blocks(
     assert states == {small: LeaseState.READY, large: LeaseState.LOST}
 
 
-def test_a_lease_is_lost_once(make_driver: MakeDriver) -> None:
+def test_a_lease_is_lost_once() -> None:
     driver = make_driver(ranks=2)
     driver.acquire("a")
 

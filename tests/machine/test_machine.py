@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 
-def test_an_answer_comes_with_the_event_that_asked(make_driver: MakeDriver) -> None:
+def test_an_answer_comes_with_the_event_that_asked() -> None:
     driver = make_driver(device=8)
 
     effects = driver.machine.handle(
@@ -25,7 +21,7 @@ def test_an_answer_comes_with_the_event_that_asked(make_driver: MakeDriver) -> N
     assert [type(effect) for effect in effects] == [ef.Granted]
 
 
-def test_effects_of_one_event_are_not_told_with_the_next(make_driver: MakeDriver) -> None:
+def test_effects_of_one_event_are_not_told_with_the_next() -> None:
     driver = make_driver(host=8)
     driver.compute("ab")
     first = driver.machine.handle(ev.Tick(), now=0.0)
@@ -35,7 +31,7 @@ def test_effects_of_one_event_are_not_told_with_the_next(make_driver: MakeDriver
     assert first == []
 
 
-def test_time_passes_by_ticks(make_driver: MakeDriver) -> None:
+def test_time_passes_by_ticks() -> None:
     driver = make_driver(host=8, operation_timeout_s=5.0)
     driver.compute("ab")
 
@@ -44,14 +40,14 @@ def test_time_passes_by_ticks(make_driver: MakeDriver) -> None:
     assert [type(effect) for effect in effects] == [ef.Abandon, ef.Ended]
 
 
-def test_without_anything_to_wait_for_there_is_no_deadline(make_driver: MakeDriver) -> None:
+def test_without_anything_to_wait_for_there_is_no_deadline() -> None:
     driver = make_driver(host=8)
     driver.store("ab")
 
     assert driver.machine.next_deadline() is None
 
 
-def test_the_next_deadline_is_that_of_a_copy_or_of_a_block(make_driver: MakeDriver) -> None:
+def test_the_next_deadline_is_that_of_a_copy_or_of_a_block() -> None:
     driver = make_driver(host=8, operation_timeout_s=5.0)
     driver.store("a", ttl_s=3.0)
     driver.compute("b")
@@ -65,7 +61,7 @@ def test_the_next_deadline_is_that_of_a_copy_or_of_a_block(make_driver: MakeDriv
     assert deadlines == [3.0, 5.0, None]
 
 
-def test_a_defect_is_told_with_the_story_of_the_block(make_driver: MakeDriver) -> None:
+def test_a_defect_is_told_with_the_story_of_the_block() -> None:
     driver = make_driver()
     granted = driver.acquire("a")
     driver.commit(granted.lease, "a")
@@ -77,7 +73,7 @@ def test_a_defect_is_told_with_the_story_of_the_block(make_driver: MakeDriver) -
     assert any("published" in line for line in found.value.story)
 
 
-def test_a_block_tells_its_story(make_driver: MakeDriver) -> None:
+def test_a_block_tells_its_story() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "xyz")
     driver.acquire("ab")
@@ -89,7 +85,7 @@ def test_a_block_tells_its_story(make_driver: MakeDriver) -> None:
         assert word in story
 
 
-def test_a_request_tells_its_story(make_driver: MakeDriver) -> None:
+def test_a_request_tells_its_story() -> None:
     driver = make_driver()
     granted = driver.acquire("ab", request="the request")
     driver.commit(granted.lease, "ab")
@@ -100,7 +96,7 @@ def test_a_request_tells_its_story(make_driver: MakeDriver) -> None:
     assert [line.split()[1] for line in story] == ["acquired", "published", "released"]
 
 
-def test_stories_are_bounded(make_driver: MakeDriver) -> None:
+def test_stories_are_bounded() -> None:
     driver = make_driver(story_count=3)
 
     for _ in range(5):
@@ -109,7 +105,7 @@ def test_stories_are_bounded(make_driver: MakeDriver) -> None:
     assert len(driver.machine.story("the request")) == 3
 
 
-def test_the_same_events_give_the_same_effects(make_driver: MakeDriver) -> None:
+def test_the_same_events_give_the_same_effects() -> None:
     def told() -> list[str]:
         driver = make_driver(device=7, host=8, ranks=2, eviction="adaptive")
         seen = []
@@ -125,9 +121,7 @@ def test_the_same_events_give_the_same_effects(make_driver: MakeDriver) -> None:
     assert told() == told()
 
 
-def test_several_operations_that_end_in_one_event_are_all_followed_up(
-    make_driver: MakeDriver,
-) -> None:
+def test_several_operations_that_end_in_one_event_are_all_followed_up() -> None:
     driver = make_driver(device=12, host=8, operation_blocks_max=1)
     driver.discover(1, "ab")
     leases = [driver.acquire(word).lease for word in ("a", "ab")]

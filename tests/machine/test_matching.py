@@ -16,24 +16,25 @@ from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.matching import explain, fetchable, find
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
-def nothing_missing(make_driver: MakeDriver) -> ef.Granted:
+def nothing_missing() -> ef.Granted:
     driver = make_driver()
     driver.store("ab")
     return driver.acquire("ab")
 
 
-def never_seen(make_driver: MakeDriver) -> ef.Granted:
+def never_seen() -> ef.Granted:
     return make_driver().acquire("ab")
 
 
-def evicted(make_driver: MakeDriver) -> ef.Granted:
+def evicted() -> ef.Granted:
     driver = make_driver(device=3)
     driver.store("ab")
     driver.now = 2.5
@@ -41,13 +42,13 @@ def evicted(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def still_computed(make_driver: MakeDriver) -> ef.Granted:
+def still_computed() -> ef.Granted:
     driver = make_driver()
     driver.acquire("ab")
     return driver.acquire("ab")
 
 
-def still_computed_further_on(make_driver: MakeDriver) -> ef.Granted:
+def still_computed_further_on() -> ef.Granted:
     driver = make_driver(device=12)
     lease = driver.acquire("abc").lease
     keys = driver.keys("abc")
@@ -55,7 +56,7 @@ def still_computed_further_on(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("abc")
 
 
-def still_saved(make_driver: MakeDriver) -> ef.Granted:
+def still_saved() -> ef.Granted:
     driver = make_driver(host=8, ranks=2)
     driver.compute("ab")
     driver.report(driver.copy(Purpose.SAVE), rank=0)
@@ -64,47 +65,47 @@ def still_saved(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def in_another_form(make_driver: MakeDriver) -> ef.Granted:
+def in_another_form() -> ef.Granted:
     driver = make_driver(host=8)
     driver.discover(1, "ab", foreign=True)
     return driver.acquire("ab")
 
 
-def in_another_namespace(make_driver: MakeDriver) -> ef.Granted:
+def in_another_namespace() -> ef.Granted:
     driver = make_driver()
     driver.store("ab", namespace=b"adapter 1", content=11)
     return driver.acquire("xy", namespace=b"adapter 2", content=11)
 
 
-def cached_for_other_weights(make_driver: MakeDriver) -> ef.Granted:
+def cached_for_other_weights() -> ef.Granted:
     driver = make_driver()
     driver.store("ab", content=11)
     driver.handle(ev.ChangeWeights(before="v1", after="v2"))
     return driver.acquire("xy", content=11)
 
 
-def in_a_tier_that_is_off(make_driver: MakeDriver) -> ef.Granted:
+def in_a_tier_that_is_off() -> ef.Granted:
     driver = make_driver(device=3, host=8)
     driver.store("ab", "xy")
     driver.handle(ev.TierOff(tier=1, fenced=True))
     return driver.acquire("ab")
 
 
-def below_a_hub_that_is_off(make_driver: MakeDriver) -> ef.Granted:
+def below_a_hub_that_is_off() -> ef.Granted:
     driver = make_driver(host=8, disk=8)
     driver.discover(2, "ab")
     driver.handle(ev.TierOff(tier=1, fenced=True))
     return driver.acquire("ab")
 
 
-def evicted_over_quota(make_driver: MakeDriver) -> ef.Granted:
+def evicted_over_quota() -> ef.Granted:
     driver = make_driver(device=TierSettings(name="device", slot_count=8, quotas={"ann": 0.25}))
     driver.store("a", "b", tenant="ann")
     driver.store("c", tenant="ann")
     return driver.acquire("a", tenant="ann")
 
 
-def refused_below(make_driver: MakeDriver) -> ef.Granted:
+def refused_below() -> ef.Granted:
     host = TierSettings(name="host", slot_count=1, eviction="adaptive")
     driver = make_driver(device=3, host=host)
     with patch.object(AdaptivePolicy, "admit", lambda *_, **__: lambda _: 0):
@@ -112,7 +113,7 @@ def refused_below(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("b")
 
 
-def corrupt(make_driver: MakeDriver) -> ef.Granted:
+def corrupt() -> ef.Granted:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "vwx")
     lease = driver.acquire("ab").lease
@@ -121,7 +122,7 @@ def corrupt(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def corrupt_below_the_hub(make_driver: MakeDriver) -> ef.Granted:
+def corrupt_below_the_hub() -> ef.Granted:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "ab")
     lease = driver.acquire("ab").lease
@@ -131,14 +132,14 @@ def corrupt_below_the_hub(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def reset(make_driver: MakeDriver) -> ef.Granted:
+def reset() -> ef.Granted:
     driver = make_driver()
     driver.store("ab")
     driver.reset()
     return driver.acquire("ab")
 
 
-def lost_with_a_rank(make_driver: MakeDriver) -> ef.Granted:
+def lost_with_a_rank() -> ef.Granted:
     driver = make_driver()
     driver.store("ab")
     driver.handle(ev.RankLost(rank=0))
@@ -146,7 +147,7 @@ def lost_with_a_rank(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def lost_with_a_tier(make_driver: MakeDriver) -> ef.Granted:
+def lost_with_a_tier() -> ef.Granted:
     driver = make_driver(device=3, host=8)
     driver.store("ab", "xy")
     driver.handle(ev.TierOff(tier=1, fenced=True))
@@ -154,13 +155,13 @@ def lost_with_a_tier(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
-def no_room_in_the_hub(make_driver: MakeDriver) -> ef.Granted:
+def no_room_in_the_hub() -> ef.Granted:
     driver = make_driver(device=12, host=1, disk=8)
     driver.discover(2, "ab")
     return driver.acquire("ab")
 
 
-def not_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
+def not_loaded() -> ef.LeaseChanged:
     driver = make_driver(host=8)
     driver.discover(1, "abc")
     driver.acquire("abc")
@@ -168,7 +169,7 @@ def not_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
     return ef.answer(driver.effects, ef.LeaseChanged)
 
 
-def corrupt_when_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
+def corrupt_when_loaded() -> ef.LeaseChanged:
     driver = make_driver(host=8)
     driver.discover(1, "abc")
     driver.acquire("abc")
@@ -176,23 +177,23 @@ def corrupt_when_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
     return ef.answer(driver.effects, ef.LeaseChanged)
 
 
-def quicker_to_compute(make_driver: MakeDriver) -> ef.Granted:
+def quicker_to_compute() -> ef.Granted:
     driver = make_driver(host=8, load_tokens_min=100)
     driver.discover(1, "ab")
     return driver.acquire("ab")
 
 
-def opted_out_of_reuse(make_driver: MakeDriver) -> ef.Granted:
+def opted_out_of_reuse() -> ef.Granted:
     return make_driver().acquire("ab", reuse=False)
 
 
-def opted_out_of_loading(make_driver: MakeDriver) -> ef.Granted:
+def opted_out_of_loading() -> ef.Granted:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     return driver.acquire("ab", load=False)
 
 
-CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReason, int]] = [
+CASES: list[tuple[Callable[[], ef.Granted | ef.LeaseChanged], MissReason, int]] = [
     (nothing_missing, MissReason.NONE, 2),
     (never_seen, MissReason.NEVER_SEEN, 0),
     (evicted, MissReason.EVICTED, 0),
@@ -224,12 +225,11 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReas
     ("request_that_misses", "reason", "block"), CASES, ids=[case[0].__name__ for case in CASES]
 )
 def test_a_request_is_told_why_it_found_no_more(
-    make_driver: MakeDriver,
-    request_that_misses: Callable[[MakeDriver], ef.Granted | ef.LeaseChanged],
+    request_that_misses: Callable[[], ef.Granted | ef.LeaseChanged],
     reason: MissReason,
     block: int,
 ) -> None:
-    told = request_that_misses(make_driver)
+    told = request_that_misses()
 
     assert told.miss.reason is reason
     assert told.miss.block == block
@@ -240,8 +240,8 @@ def test_every_reason_has_a_case() -> None:
     assert {reason for _, reason, _ in CASES} == set(MissReason)
 
 
-def test_an_evicted_block_is_told_with_time_tier_and_policy(make_driver: MakeDriver) -> None:
-    granted = evicted(make_driver)
+def test_an_evicted_block_is_told_with_time_tier_and_policy() -> None:
+    granted = evicted()
 
     assert granted.miss.departure is not None
     assert granted.miss.departure.at == 2.5
@@ -249,7 +249,7 @@ def test_an_evicted_block_is_told_with_time_tier_and_policy(make_driver: MakeDri
     assert granted.miss.departure.policy == "lru"
 
 
-def test_a_block_counts_as_evicted_when_its_last_copy_left(make_driver: MakeDriver) -> None:
+def test_a_block_counts_as_evicted_when_its_last_copy_left() -> None:
     driver = make_driver(device=3, host=2)
     driver.store("ab", "xy")
 
@@ -260,9 +260,7 @@ def test_a_block_counts_as_evicted_when_its_last_copy_left(make_driver: MakeDriv
     assert granted.miss.departure.tier == "host"
 
 
-def test_a_block_over_quota_below_is_told_so_once_the_device_has_lost_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_over_quota_below_is_told_so_once_the_device_has_lost_it() -> None:
     host = TierSettings(name="host", slot_count=8, quotas={"ann": 0.0})
     driver = make_driver(device=None, host=host)
 
@@ -274,7 +272,7 @@ def test_a_block_over_quota_below_is_told_so_once_the_device_has_lost_it(
     assert found.miss.reason is MissReason.OVER_QUOTA
 
 
-def test_a_block_that_came_back_is_not_told_as_departed_later(make_driver: MakeDriver) -> None:
+def test_a_block_that_came_back_is_not_told_as_departed_later() -> None:
     driver = make_driver(device=4)
     driver.store("a")
     driver.reset()
@@ -285,7 +283,7 @@ def test_a_block_that_came_back_is_not_told_as_departed_later(make_driver: MakeD
     assert granted.miss.reason is MissReason.EVICTED
 
 
-def test_departures_are_forgotten_beyond_their_bound(make_driver: MakeDriver) -> None:
+def test_departures_are_forgotten_beyond_their_bound() -> None:
     driver = make_driver(departed_count=1)
     driver.store("a", "b")
     driver.reset()
@@ -295,9 +293,7 @@ def test_departures_are_forgotten_beyond_their_bound(make_driver: MakeDriver) ->
     assert reasons == [MissReason.NEVER_SEEN, MissReason.RESET]
 
 
-def test_the_reason_is_forgotten_neither_when_a_later_block_comes_back(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_reason_is_forgotten_neither_when_a_later_block_comes_back() -> None:
     driver = make_driver(device=None, host=1)
     first, second = driver.keys("ab")
     slots = np.zeros((1, 1), np.int32)
@@ -310,7 +306,7 @@ def test_the_reason_is_forgotten_neither_when_a_later_block_comes_back(
     assert found.miss.reason is MissReason.EVICTED
 
 
-def test_other_tokens_in_another_namespace_are_simply_never_seen(make_driver: MakeDriver) -> None:
+def test_other_tokens_in_another_namespace_are_simply_never_seen() -> None:
     driver = make_driver()
     driver.store("ab", namespace=b"adapter 1", content=11)
 
@@ -319,7 +315,7 @@ def test_other_tokens_in_another_namespace_are_simply_never_seen(make_driver: Ma
     assert granted.miss.reason is MissReason.NEVER_SEEN
 
 
-def test_the_same_namespace_is_no_reason(make_driver: MakeDriver) -> None:
+def test_the_same_namespace_is_no_reason() -> None:
     driver = make_driver()
     driver.store("ab", namespace=b"adapter 1", content=11)
 
@@ -328,7 +324,7 @@ def test_the_same_namespace_is_no_reason(make_driver: MakeDriver) -> None:
     assert granted.miss.reason is MissReason.NEVER_SEEN
 
 
-def test_a_block_is_no_longer_filling_when_its_request_gave_up(make_driver: MakeDriver) -> None:
+def test_a_block_is_no_longer_filling_when_its_request_gave_up() -> None:
     driver = make_driver()
     driver.release(driver.acquire("ab").lease)
 
@@ -337,7 +333,7 @@ def test_a_block_is_no_longer_filling_when_its_request_gave_up(make_driver: Make
     assert granted.miss.reason is MissReason.NEVER_SEEN
 
 
-def test_a_block_is_no_longer_filling_after_a_reset(make_driver: MakeDriver) -> None:
+def test_a_block_is_no_longer_filling_after_a_reset() -> None:
     """The request that computes it goes on, but does not publish it."""
     driver = make_driver()
     driver.acquire("ab")
@@ -347,7 +343,7 @@ def test_a_block_is_no_longer_filling_after_a_reset(make_driver: MakeDriver) -> 
     assert driver.acquire("ab").miss.reason is MissReason.NEVER_SEEN
 
 
-def test_a_save_that_failed_does_not_count_as_filling(make_driver: MakeDriver) -> None:
+def test_a_save_that_failed_does_not_count_as_filling() -> None:
     driver = make_driver(device=None, host=4)
     keys = driver.keys("a")
     driver.handle(ev.Save(keys=keys, slots=np.zeros((1, 1), np.int32), cause="r"))
@@ -361,7 +357,7 @@ def test_a_save_that_failed_does_not_count_as_filling(make_driver: MakeDriver) -
 # -------------------------------------------------------------------- looking
 
 
-def with_blocks_in_three_tiers(make_driver: MakeDriver) -> Driver:
+def with_blocks_in_three_tiers() -> Driver:
     """`a` lies on the device, `ab` in the hub, `abc` on disk."""
     host = TierSettings(name="host", slot_count=8, write=WritePolicy(kind=WriteKind.SELECTIVE))
     driver = make_driver(host=host, disk=8)
@@ -379,8 +375,8 @@ def with_blocks_in_three_tiers(make_driver: MakeDriver) -> Driver:
     return driver
 
 
-def test_blocks_are_found_down_to_the_tier_one_may_look_in(make_driver: MakeDriver) -> None:
-    driver = with_blocks_in_three_tiers(make_driver)
+def test_blocks_are_found_down_to_the_tier_one_may_look_in() -> None:
+    driver = with_blocks_in_three_tiers()
     keys = driver.keys("abc")
 
     sources = [find(driver.books, keys, deepest=deepest).source.tolist() for deepest in range(4)]
@@ -388,8 +384,8 @@ def test_blocks_are_found_down_to_the_tier_one_may_look_in(make_driver: MakeDriv
     assert sources == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def test_looking_changes_nothing(make_driver: MakeDriver) -> None:
-    driver = with_blocks_in_three_tiers(make_driver)
+def test_looking_changes_nothing() -> None:
+    driver = with_blocks_in_three_tiers()
     before = freeze(driver.machine)
 
     find(driver.books, driver.keys("abc"), deepest=3)
@@ -399,8 +395,8 @@ def test_looking_changes_nothing(make_driver: MakeDriver) -> None:
     assert freeze(driver.machine) == before
 
 
-def test_a_gap_ends_what_is_found_whatever_lies_behind_it(make_driver: MakeDriver) -> None:
-    driver = with_blocks_in_three_tiers(make_driver)
+def test_a_gap_ends_what_is_found_whatever_lies_behind_it() -> None:
+    driver = with_blocks_in_three_tiers()
     driver.handle(ev.TierOff(tier=1, fenced=True))
 
     found = find(driver.books, driver.keys("abc"), deepest=3)
@@ -408,7 +404,7 @@ def test_a_gap_ends_what_is_found_whatever_lies_behind_it(make_driver: MakeDrive
     assert found.source.tolist() == [0]
 
 
-def test_blocks_in_another_form_are_remembered_up_to_a_bound(make_driver: MakeDriver) -> None:
+def test_blocks_in_another_form_are_remembered_up_to_a_bound() -> None:
     driver = make_driver(host=8, departed_count=2)
 
     for prompt in "abcd":

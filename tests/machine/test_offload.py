@@ -14,11 +14,12 @@ from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 def row(*slots: int) -> NDArray[np.int32]:
@@ -45,14 +46,14 @@ def look(driver: Driver, prompt: str, start: int = 0) -> ef.Found:
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     return make_driver(device=None, host=8)
 
 
 # -------------------------------------------------------------------- save and lookup
 
 
-def test_saved_blocks_are_ready_when_every_rank_has_written_them(make_driver: MakeDriver) -> None:
+def test_saved_blocks_are_ready_when_every_rank_has_written_them() -> None:
     driver = make_driver(device=None, host=8, ranks=2)
     save(driver, "ab")
 
@@ -132,7 +133,7 @@ def test_what_is_there_or_on_its_way_is_not_saved_again(driver: Driver) -> None:
     assert started.miss.reason is MissReason.NONE
 
 
-def test_a_save_takes_leading_blocks_when_room_is_short(make_driver: MakeDriver) -> None:
+def test_a_save_takes_leading_blocks_when_room_is_short() -> None:
     driver = make_driver(device=None, host=2)
 
     started = save(driver, "abcd")
@@ -144,7 +145,7 @@ def test_a_save_takes_leading_blocks_when_room_is_short(make_driver: MakeDriver)
     assert driver.machine.statistics().blocks_known == 2
 
 
-def test_a_save_refused_for_its_quota_says_so(make_driver: MakeDriver) -> None:
+def test_a_save_refused_for_its_quota_says_so() -> None:
     host = TierSettings(name="host", slot_count=8, quotas={"ann": 0.25})
     driver = make_driver(device=None, host=host)
 
@@ -191,7 +192,7 @@ def test_a_save_that_fails_can_be_repeated(driver: Driver) -> None:
     assert driver.cached_in("host") == {"a", "ab"}
 
 
-def test_each_block_of_several_tenants_is_copied_into_its_own_slot(make_driver: MakeDriver) -> None:
+def test_each_block_of_several_tenants_is_copied_into_its_own_slot() -> None:
     driver = make_driver(device=None, host=8, disk=8)
     keys = driver.keys("abcde")
     driver.handle(
@@ -207,9 +208,7 @@ def test_each_block_of_several_tenants_is_copied_into_its_own_slot(make_driver: 
     assert [keys[position] for position in started.accepted] == list(copy.keys)
 
 
-def test_a_hollow_block_can_be_saved_though_its_follower_makes_room_for_it(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_hollow_block_can_be_saved_though_its_follower_makes_room_for_it() -> None:
     driver = make_driver(device=None, host=2)
     save(driver, "ab")
     driver.finish()
@@ -281,7 +280,7 @@ def test_letting_go_refuses_what_is_no_number_of_blocks(driver: Driver, keep: An
 # -------------------------------------------------------------------- selective
 
 
-def test_a_block_earns_its_place_by_being_seen_often_enough(make_driver: MakeDriver) -> None:
+def test_a_block_earns_its_place_by_being_seen_often_enough() -> None:
     write = WritePolicy(kind=WriteKind.SELECTIVE, hits=3)
     host = TierSettings(name="host", slot_count=8, write=write)
     driver = make_driver(device=None, host=host)
@@ -291,7 +290,7 @@ def test_a_block_earns_its_place_by_being_seen_often_enough(make_driver: MakeDri
     assert accepted == [(), (), (0, 1)]
 
 
-def test_sightings_of_a_shared_prefix_add_up(make_driver: MakeDriver) -> None:
+def test_sightings_of_a_shared_prefix_add_up() -> None:
     host = TierSettings(name="host", slot_count=8, write=WritePolicy(kind=WriteKind.SELECTIVE))
     driver = make_driver(device=None, host=host)
 
@@ -303,7 +302,7 @@ def test_sightings_of_a_shared_prefix_add_up(make_driver: MakeDriver) -> None:
     assert driver.cached_in("host") == {"a"}
 
 
-def test_sightings_are_bounded(make_driver: MakeDriver) -> None:
+def test_sightings_are_bounded() -> None:
     host = TierSettings(name="host", slot_count=8, write=WritePolicy(kind=WriteKind.SELECTIVE))
     driver = make_driver(device=None, host=host, departed_count=2)
     save(driver, "a")
@@ -342,7 +341,7 @@ def test_nothing_is_loaded_that_is_not_ready(driver: Driver) -> None:
     assert started.miss.reason is MissReason.FILLING
 
 
-def test_a_block_being_loaded_is_not_evicted(make_driver: MakeDriver) -> None:
+def test_a_block_being_loaded_is_not_evicted() -> None:
     driver = make_driver(device=None, host=2)
     save(driver, "ab")
     driver.finish()
@@ -378,9 +377,7 @@ def test_a_corrupt_block_is_dropped_and_the_load_says_which(driver: Driver) -> N
     assert look(driver, "ab").miss.reason is MissReason.CORRUPT
 
 
-def test_a_cancelled_load_is_settled_when_no_rank_writes_any_more(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_cancelled_load_is_settled_when_no_rank_writes_any_more() -> None:
     driver = make_driver(device=None, host=8, ranks=2)
     save(driver, "ab")
     driver.finish()
@@ -398,7 +395,7 @@ def test_a_cancelled_load_is_settled_when_no_rank_writes_any_more(
     assert settled == [0, 1]
 
 
-def test_blocks_move_in_operations_of_bounded_size(make_driver: MakeDriver) -> None:
+def test_blocks_move_in_operations_of_bounded_size() -> None:
     driver = make_driver(device=None, host=8, operation_blocks_max=2)
 
     started = save(driver, "abcde")
@@ -433,7 +430,7 @@ def test_a_load_with_a_deadline_that_is_no_number_changes_nothing(driver: Driver
     assert freeze(driver.machine) == before
 
 
-def test_a_block_is_saved_and_loaded_in_every_group(make_driver: MakeDriver) -> None:
+def test_a_block_is_saved_and_loaded_in_every_group() -> None:
     driver = make_driver(device=None, host=8, group_count=2)
     keys = driver.keys("ab")
     slots = np.array([[10, 11], [20, 21]], dtype=np.int32)
@@ -449,7 +446,7 @@ def test_a_block_is_saved_and_loaded_in_every_group(make_driver: MakeDriver) -> 
     assert saved.target_slots.tolist() == loaded.source_slots.tolist()
 
 
-def test_a_group_may_not_need_a_block_it_loads(make_driver: MakeDriver) -> None:
+def test_a_group_may_not_need_a_block_it_loads() -> None:
     driver = make_driver(device=None, host=8, group_count=2)
     keys = driver.keys("ab")
     driver.handle(ev.Save(keys=keys, slots=np.zeros((2, 2), np.int32), cause="r"))
@@ -461,7 +458,7 @@ def test_a_group_may_not_need_a_block_it_loads(make_driver: MakeDriver) -> None:
     assert driver.copy(Purpose.LOAD).target_slots.tolist() == slots.tolist()
 
 
-def test_a_block_is_not_saved_without_one_of_its_groups(make_driver: MakeDriver) -> None:
+def test_a_block_is_not_saved_without_one_of_its_groups() -> None:
     driver = make_driver(device=None, host=8, group_count=2)
     slots = np.array([[1, 2], [-1, 3]], dtype=np.int32)
 
@@ -493,9 +490,7 @@ def test_nothing_moves_while_a_rank_is_lost(driver: Driver, kind: type[ev.Event]
 
 
 @pytest.mark.parametrize("kind", [ev.Load, ev.Save])
-def test_an_engine_whose_slots_are_managed_cannot_offload(
-    make_driver: MakeDriver, kind: type[ev.Event]
-) -> None:
+def test_an_engine_whose_slots_are_managed_cannot_offload(kind: type[ev.Event]) -> None:
     driver = make_driver(device=8, host=8)
 
     with pytest.raises(ValueError, match="device slots are managed: use acquire and commit"):

@@ -11,13 +11,14 @@ from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     """`abc` lies on disk, below the hub."""
     driver = make_driver(device=None, host=8, disk=8)
     driver.discover(2, "abc")
@@ -82,7 +83,7 @@ def test_a_prefetch_goes_on_behind_what_is_on_its_way(driver: Driver) -> None:
     assert started.accepted == (2,)
 
 
-def test_a_prefetch_takes_leading_blocks_when_room_is_short(make_driver: MakeDriver) -> None:
+def test_a_prefetch_takes_leading_blocks_when_room_is_short() -> None:
     driver = make_driver(device=None, host=2, disk=8)
     driver.discover(2, "abc")
 
@@ -92,7 +93,7 @@ def test_a_prefetch_takes_leading_blocks_when_room_is_short(make_driver: MakeDri
     assert (started.miss.reason, started.miss.block) == (MissReason.NO_ROOM, 2)
 
 
-def test_a_prefetch_does_not_evict_what_it_leads_to(make_driver: MakeDriver) -> None:
+def test_a_prefetch_does_not_evict_what_it_leads_to() -> None:
     driver = make_driver(device=None, host=2, disk=8)
     driver.discover(2, "abc")
     prefetch(driver, "ab")
@@ -122,7 +123,7 @@ def test_a_cancelled_prefetch_leaves_its_blocks_below(driver: Driver) -> None:
     assert look(driver, "abc").below == 3
 
 
-def test_blocks_are_fetched_from_whichever_tier_has_them(make_driver: MakeDriver) -> None:
+def test_blocks_are_fetched_from_whichever_tier_has_them() -> None:
     driver = make_driver(device=None, host=8, disk=8, shared=8)
     first, second = driver.keys("ab")
     for tier, key, parent in ((2, first, None), (3, second, first)):
@@ -147,7 +148,7 @@ def test_nothing_can_be_fetched_through_a_hub_that_is_off(driver: Driver) -> Non
     assert started.miss.reason is MissReason.TIER_OFF
 
 
-def test_a_managed_engine_may_prefetch_too(make_driver: MakeDriver) -> None:
+def test_a_managed_engine_may_prefetch_too() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "ab")
 
@@ -157,9 +158,7 @@ def test_a_managed_engine_may_prefetch_too(make_driver: MakeDriver) -> None:
     assert driver.acquire("ab").cached_by_tier == (0, 0, 4)
 
 
-def test_a_block_that_is_still_being_written_below_cannot_be_fetched_from_there(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_that_is_still_being_written_below_cannot_be_fetched_from_there() -> None:
     """Its copy in the hub was found corrupt while it was written down."""
     driver = make_driver(device=None, host=8, disk=8)
     keys, slots = driver.keys("a"), np.array([[3]], dtype=np.int32)
@@ -196,9 +195,7 @@ def test_the_first_load_of_prefetched_blocks_counts_for_the_tier_they_came_from(
     assert tokens_by_tier(driver) == [0, 6, 6]
 
 
-def test_the_first_request_for_prefetched_blocks_is_told_where_they_came_from(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_first_request_for_prefetched_blocks_is_told_where_they_came_from() -> None:
     driver = make_driver(device=8, host=8, disk=8)
     driver.discover(2, "abc")
     driver.handle(ev.Prefetch(keys=driver.keys("abc"), cause="ahead of need"))
@@ -208,9 +205,7 @@ def test_the_first_request_for_prefetched_blocks_is_told_where_they_came_from(
     assert driver.acquire("abc").cached_by_tier == (4, 0, 2)
 
 
-def test_prefetched_blocks_that_left_and_were_computed_count_for_the_hub(
-    make_driver: MakeDriver,
-) -> None:
+def test_prefetched_blocks_that_left_and_were_computed_count_for_the_hub() -> None:
     driver = make_driver(device=None, host=2, disk=8)
     driver.discover(2, "ab")
     prefetch(driver, "ab")

@@ -12,16 +12,17 @@ from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from penstock.vocabulary.keys import LeaseId
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 STORE = 2
 
 
 @pytest.fixture
-def driver(make_driver: MakeDriver) -> Driver:
+def driver() -> Driver:
     store = TierSettings(name="store", slot_count=32, stored=True)
     return make_driver(device=16, host=16, disk=store)
 

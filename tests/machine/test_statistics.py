@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
@@ -11,12 +9,10 @@ from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 
-def test_statistics_do_not_change_afterwards(make_driver: MakeDriver) -> None:
+def test_statistics_do_not_change_afterwards() -> None:
     driver = make_driver()
     before = driver.machine.statistics()
 
@@ -27,7 +23,7 @@ def test_statistics_do_not_change_afterwards(make_driver: MakeDriver) -> None:
         before.requests = 1  # type: ignore[misc]
 
 
-def test_statistics_can_be_written_as_json(make_driver: MakeDriver) -> None:
+def test_statistics_can_be_written_as_json() -> None:
     driver = make_driver(host=8)
     driver.store("ab")
 
@@ -37,7 +33,7 @@ def test_statistics_can_be_written_as_json(make_driver: MakeDriver) -> None:
     assert read["misses"]["never seen"] == 1
 
 
-def test_requests_tokens_and_hits_are_counted(make_driver: MakeDriver) -> None:
+def test_requests_tokens_and_hits_are_counted() -> None:
     driver = make_driver(device=8, host=8)
     driver.discover(1, "ab")
     driver.store("x")
@@ -51,9 +47,7 @@ def test_requests_tokens_and_hits_are_counted(make_driver: MakeDriver) -> None:
     assert statistics.tokens_cached == 6
 
 
-def test_every_request_is_counted_with_the_reason_why_it_found_no_more(
-    make_driver: MakeDriver,
-) -> None:
+def test_every_request_is_counted_with_the_reason_why_it_found_no_more() -> None:
     driver = make_driver()
     driver.store("ab", "ab", "abc")
     driver.acquire("q", reuse=False)
@@ -66,7 +60,7 @@ def test_every_request_is_counted_with_the_reason_why_it_found_no_more(
     assert sum(misses.values()) == 4
 
 
-def test_tokens_that_were_found_but_did_not_arrive_are_counted(make_driver: MakeDriver) -> None:
+def test_tokens_that_were_found_but_did_not_arrive_are_counted() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "abc")
     driver.acquire("abc")
@@ -76,7 +70,7 @@ def test_tokens_that_were_found_but_did_not_arrive_are_counted(make_driver: Make
     assert driver.machine.statistics().tokens_not_delivered == 4
 
 
-def test_slots_are_counted_by_state(make_driver: MakeDriver) -> None:
+def test_slots_are_counted_by_state() -> None:
     device = TierSettings(name="device", slot_count=8, low_watermark=0.5, high_watermark=0.75)
     driver = make_driver(device=device, host=8, write="write_back", ranks=2)
     lease = driver.acquire("abcd").lease
@@ -93,7 +87,7 @@ def test_slots_are_counted_by_state(make_driver: MakeDriver) -> None:
     assert tier.held == 7
 
 
-def test_slots_that_something_may_still_write_to_show_as_doomed(make_driver: MakeDriver) -> None:
+def test_slots_that_something_may_still_write_to_show_as_doomed() -> None:
     driver = make_driver(host=8)
     driver.discover(1, "ab")
     driver.release(driver.acquire("ab").lease)
@@ -101,7 +95,7 @@ def test_slots_that_something_may_still_write_to_show_as_doomed(make_driver: Mak
     assert driver.machine.statistics().tiers[0].doomed == 2
 
 
-def test_operations_are_counted_from_start_to_end(make_driver: MakeDriver) -> None:
+def test_operations_are_counted_from_start_to_end() -> None:
     driver = make_driver(host=8)
     for word in ("a", "b", "c"):
         driver.compute(word)
@@ -117,7 +111,7 @@ def test_operations_are_counted_from_start_to_end(make_driver: MakeDriver) -> No
     assert statistics.operations_ended == {"done": 1, "failed": 0, "cancelled": 0, "expired": 0}
 
 
-def test_blocks_are_counted_as_they_come_and_go(make_driver: MakeDriver) -> None:
+def test_blocks_are_counted_as_they_come_and_go() -> None:
     driver = make_driver(device=4, host=3)
     driver.store("abc", "xyz")
 
@@ -128,7 +122,7 @@ def test_blocks_are_counted_as_they_come_and_go(make_driver: MakeDriver) -> None
     assert statistics.blocks_known == 3
 
 
-def test_the_health_of_ranks_and_tiers_shows(make_driver: MakeDriver) -> None:
+def test_the_health_of_ranks_and_tiers_shows() -> None:
     driver = make_driver(host=8, ranks=2)
 
     driver.handle(ev.RankLost(rank=1))
@@ -140,7 +134,7 @@ def test_the_health_of_ranks_and_tiers_shows(make_driver: MakeDriver) -> None:
     assert [tier.on for tier in statistics.tiers] == [True, False]
 
 
-def test_leases_pins_and_hollow_blocks_are_counted(make_driver: MakeDriver) -> None:
+def test_leases_pins_and_hollow_blocks_are_counted() -> None:
     driver = make_driver(device=8, host=8)
     driver.discover(1, "abc")
     driver.acquire("abc")
@@ -153,17 +147,13 @@ def test_leases_pins_and_hollow_blocks_are_counted(make_driver: MakeDriver) -> N
     assert statistics.blocks_corrupt == 1
 
 
-def test_tiers_of_an_engine_that_offloads_are_those_below_the_device(
-    make_driver: MakeDriver,
-) -> None:
+def test_tiers_of_an_engine_that_offloads_are_those_below_the_device() -> None:
     driver = make_driver(device=None, host=4, disk=4)
 
     assert [tier.name for tier in driver.machine.statistics().tiers] == ["host", "disk"]
 
 
-def test_statistics_are_counted_as_things_change_not_by_looking_at_every_slot(
-    make_driver: MakeDriver,
-) -> None:
+def test_statistics_are_counted_as_things_change_not_by_looking_at_every_slot() -> None:
     # Whoever looks at a server asks for them every second, on the engine's thread.
     driver = make_driver(device=8, host=8)
     driver.store("ab", "abc")

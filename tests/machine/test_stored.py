@@ -17,13 +17,14 @@ from penstock.errors import InvariantViolation
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.kv_events import BlocksRemoved, BlocksStored
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
     from penstock.vocabulary.keys import Key
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 STORE = 2
 
@@ -56,7 +57,7 @@ def outcomes(driver: Driver) -> list[Outcome]:
 # -------------------------------------------------------------------- what is written down
 
 
-def test_a_copy_into_a_store_names_the_block_before_each(make_driver: MakeDriver) -> None:
+def test_a_copy_into_a_store_names_the_block_before_each() -> None:
     driver = make_driver(host=8, disk=stored())
 
     driver.compute("abc")
@@ -67,7 +68,7 @@ def test_a_copy_into_a_store_names_the_block_before_each(make_driver: MakeDriver
     assert list(copy.parents) == [None, *driver.keys("ab")]
 
 
-def test_copies_that_no_store_makes_name_no_parents(make_driver: MakeDriver) -> None:
+def test_copies_that_no_store_makes_name_no_parents() -> None:
     driver = make_driver(host=8, disk=stored())
 
     driver.compute("abc")
@@ -75,9 +76,7 @@ def test_copies_that_no_store_makes_name_no_parents(make_driver: MakeDriver) -> 
     assert driver.copy(Purpose.SAVE).parents == ()
 
 
-def test_a_directory_that_is_full_forgets_an_entry_and_drops_no_block(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_directory_that_is_full_forgets_an_entry_and_drops_no_block() -> None:
     driver = make_driver(host=8, disk=stored(2))
 
     driver.store("ab", "xy")
@@ -90,7 +89,7 @@ def test_a_directory_that_is_full_forgets_an_entry_and_drops_no_block(
 # -------------------------------------------------------------------- what is found
 
 
-def test_blocks_of_a_page_are_matched_whatever_their_order(make_driver: MakeDriver) -> None:
+def test_blocks_of_a_page_are_matched_whatever_their_order() -> None:
     driver = make_driver(host=8, disk=stored())
 
     found(driver, "abc", "abxy", "q")
@@ -99,9 +98,7 @@ def test_blocks_of_a_page_are_matched_whatever_their_order(make_driver: MakeDriv
     assert driver.acquire("abxy").cached_by_tier == (0, 0, 8)
 
 
-def test_a_chain_over_several_pages_is_whole_when_the_last_has_come(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_chain_over_several_pages_is_whole_when_the_last_has_come() -> None:
     driver = make_driver(host=8, disk=stored())
     keys = driver.keys("abcdef")
     parents = [None, *keys[:-1]]
@@ -116,7 +113,7 @@ def test_a_chain_over_several_pages_is_whole_when_the_last_has_come(
     assert driver.acquire("abcdef").cached_by_tier == (0, 0, 12)
 
 
-def test_one_chain_of_a_page_is_one_event_for_routers(make_driver: MakeDriver) -> None:
+def test_one_chain_of_a_page_is_one_event_for_routers() -> None:
     driver = make_driver(host=8, disk=stored())
 
     found(driver, "abc", "abxy")
@@ -127,9 +124,7 @@ def test_one_chain_of_a_page_is_one_event_for_routers(make_driver: MakeDriver) -
     assert sorted(map(len, stored_keys)) == [1, 4]
 
 
-def test_a_page_takes_free_entries_only_and_the_newest_blocks_first(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_page_takes_free_entries_only_and_the_newest_blocks_first() -> None:
     driver = make_driver(host=8, disk=stored(3))
     found(driver, "q")
 
@@ -148,9 +143,7 @@ def want(driver: Driver, prompt: str, start: int) -> None:
     )
 
 
-def test_blocks_that_a_prefetch_asked_for_take_the_entries_of_others(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_that_a_prefetch_asked_for_take_the_entries_of_others() -> None:
     driver = make_driver(host=8, disk=stored(4))
     found(driver, "abcd")
 
@@ -161,9 +154,7 @@ def test_blocks_that_a_prefetch_asked_for_take_the_entries_of_others(
     driver.machine.audit()
 
 
-def test_blocks_that_a_prefetch_asked_for_do_not_take_the_entries_before_them(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_that_a_prefetch_asked_for_do_not_take_the_entries_before_them() -> None:
     driver = make_driver(host=8, disk=stored(4))
     found(driver, "xy", "ab")
 
@@ -175,7 +166,7 @@ def test_blocks_that_a_prefetch_asked_for_do_not_take_the_entries_before_them(
     driver.machine.audit()
 
 
-def test_a_page_of_blocks_that_are_known_changes_nothing(make_driver: MakeDriver) -> None:
+def test_a_page_of_blocks_that_are_known_changes_nothing() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.store("abc")
     before = freeze(driver.machine)
@@ -185,7 +176,7 @@ def test_a_page_of_blocks_that_are_known_changes_nothing(make_driver: MakeDriver
     assert freeze(driver.machine) == before
 
 
-def test_a_block_that_lies_in_the_hub_is_also_noted_in_the_store(make_driver: MakeDriver) -> None:
+def test_a_block_that_lies_in_the_hub_is_also_noted_in_the_store() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.compute("ab")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -197,7 +188,7 @@ def test_a_block_that_lies_in_the_hub_is_also_noted_in_the_store(make_driver: Ma
     assert driver.cached_in("store") == {"a", "ab"}
 
 
-def test_a_block_that_occurs_twice_in_a_page_is_noted_once(make_driver: MakeDriver) -> None:
+def test_a_block_that_occurs_twice_in_a_page_is_noted_once() -> None:
     driver = make_driver(host=8, disk=stored())
     key = driver.key("a")
 
@@ -206,7 +197,7 @@ def test_a_block_that_occurs_twice_in_a_page_is_noted_once(make_driver: MakeDriv
     assert driver.free_in("store") == 15
 
 
-def test_damaged_parents_cost_their_blocks_and_nothing_else(make_driver: MakeDriver) -> None:
+def test_damaged_parents_cost_their_blocks_and_nothing_else() -> None:
     driver = make_driver(host=8, disk=stored())
     a, b, c, d, q = (driver.key(word) for word in "abcdq")
 
@@ -215,7 +206,7 @@ def test_damaged_parents_cost_their_blocks_and_nothing_else(make_driver: MakeDri
     assert driver.cached_in("store") == {"q"}
 
 
-def test_damaged_parents_of_known_blocks_make_no_circle(make_driver: MakeDriver) -> None:
+def test_damaged_parents_of_known_blocks_make_no_circle() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.store("ab")
     vanish(driver, "a", "ab")
@@ -235,9 +226,7 @@ def test_damaged_parents_of_known_blocks_make_no_circle(make_driver: MakeDriver)
         ({"tier": 1}, "slots: is None, must name where in tier 'host'"),
     ],
 )
-def test_a_page_that_the_driver_got_wrong_is_refused(
-    make_driver: MakeDriver, event: dict[str, Any], says: str
-) -> None:
+def test_a_page_that_the_driver_got_wrong_is_refused(event: dict[str, Any], says: str) -> None:
     driver = make_driver(host=8, disk=stored())
     right: dict[str, Any] = {"tier": STORE, "keys": [driver.key("a")], "parents": [None]}
     before = freeze(driver.machine)
@@ -251,9 +240,7 @@ def test_a_page_that_the_driver_got_wrong_is_refused(
 # -------------------------------------------------------------------- what goes by itself
 
 
-def test_blocks_that_a_store_reclaimed_are_forgotten_with_the_reason(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_that_a_store_reclaimed_are_forgotten_with_the_reason() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "abc")
     driver.machine.take_kv_events()
@@ -272,9 +259,7 @@ def test_blocks_that_a_store_reclaimed_are_forgotten_with_the_reason(
     assert tier.blocks_evicted == 2
 
 
-def test_a_read_of_blocks_that_are_reclaimed_meanwhile_is_left_to_the_store(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_read_of_blocks_that_are_reclaimed_meanwhile_is_left_to_the_store() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "ab")
     granted = driver.acquire("ab")
@@ -287,7 +272,7 @@ def test_a_read_of_blocks_that_are_reclaimed_meanwhile_is_left_to_the_store(
     assert (lease.state, lease.token_count) == (LeaseState.READY, 4)
 
 
-def test_a_block_that_is_being_written_does_not_vanish(make_driver: MakeDriver) -> None:
+def test_a_block_that_is_being_written_does_not_vanish() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.compute("a")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -298,7 +283,7 @@ def test_a_block_that_is_being_written_does_not_vanish(make_driver: MakeDriver) 
     assert driver.cached_in("store") == {"a"}
 
 
-def test_only_a_store_gives_blocks_up(make_driver: MakeDriver) -> None:
+def test_only_a_store_gives_blocks_up() -> None:
     driver = make_driver(host=8, disk=stored())
 
     with pytest.raises(ValueError, match="tier is 1, 'host': only a stored tier"):
@@ -308,7 +293,7 @@ def test_only_a_store_gives_blocks_up(make_driver: MakeDriver) -> None:
 # -------------------------------------------------------------------- reading it again
 
 
-def test_an_acquire_stages_from_the_store_and_then_loads(make_driver: MakeDriver) -> None:
+def test_an_acquire_stages_from_the_store_and_then_loads() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "abc")
 
@@ -322,7 +307,7 @@ def test_an_acquire_stages_from_the_store_and_then_loads(make_driver: MakeDriver
     assert (changed.state, changed.cached_tokens) == (LeaseState.READY, 6)
 
 
-def test_a_prefetch_stages_from_the_store(make_driver: MakeDriver) -> None:
+def test_a_prefetch_stages_from_the_store() -> None:
     driver = make_driver(device=None, host=8, disk=stored())
     found(driver, "abc")
     keys = driver.keys("abc")
@@ -335,9 +320,7 @@ def test_a_prefetch_stages_from_the_store(make_driver: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("fault", [BlockFault.MISSING, BlockFault.CORRUPT])
-def test_a_part_that_one_rank_lacks_makes_a_shorter_hit_and_no_wait(
-    make_driver: MakeDriver, fault: BlockFault
-) -> None:
+def test_a_part_that_one_rank_lacks_makes_a_shorter_hit_and_no_wait(fault: BlockFault) -> None:
     driver = make_driver(host=8, disk=stored(), ranks=3)
     found(driver, "abc")
     granted = driver.acquire("abc")
@@ -353,7 +336,7 @@ def test_a_part_that_one_rank_lacks_makes_a_shorter_hit_and_no_wait(
     assert driver.cached_in("store") == {"a", "abc"}
 
 
-def test_a_missing_block_is_counted_as_missing_not_as_corrupt(make_driver: MakeDriver) -> None:
+def test_a_missing_block_is_counted_as_missing_not_as_corrupt() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "ab")
     driver.acquire("ab")
@@ -366,7 +349,7 @@ def test_a_missing_block_is_counted_as_missing_not_as_corrupt(make_driver: MakeD
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_corrupt_says_more_than_missing(make_driver: MakeDriver, order: tuple[int, int]) -> None:
+def test_corrupt_says_more_than_missing(order: tuple[int, int]) -> None:
     driver = make_driver(host=8, disk=stored(), ranks=2)
     found(driver, "a")
     driver.acquire("a")
@@ -383,7 +366,7 @@ def test_corrupt_says_more_than_missing(make_driver: MakeDriver, order: tuple[in
 # -------------------------------------------------------------------- saves never delay
 
 
-def test_saves_beyond_the_bound_are_skipped_and_counted(make_driver: MakeDriver) -> None:
+def test_saves_beyond_the_bound_are_skipped_and_counted() -> None:
     driver = make_driver(host=32, disk=stored(), stored_saves_max=3)
 
     driver.compute("abcdef")
@@ -393,7 +376,7 @@ def test_saves_beyond_the_bound_are_skipped_and_counted(make_driver: MakeDriver)
     assert driver.machine.statistics().saves_skipped == 3
 
 
-def test_saves_hold_at_most_half_of_the_hub(make_driver: MakeDriver) -> None:
+def test_saves_hold_at_most_half_of_the_hub() -> None:
     driver = make_driver(host=8, disk=stored())
 
     driver.compute("abcdef")
@@ -402,7 +385,7 @@ def test_saves_hold_at_most_half_of_the_hub(make_driver: MakeDriver) -> None:
     assert len(driver.copy(Purpose.SAVE).keys) == 4
 
 
-def test_a_save_that_was_given_up_counts_until_the_store_reports(make_driver: MakeDriver) -> None:
+def test_a_save_that_was_given_up_counts_until_the_store_reports() -> None:
     driver = make_driver(host=8, disk=stored(), stored_saves_max=2)
     driver.compute("ab")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -419,7 +402,7 @@ def test_a_save_that_was_given_up_counts_until_the_store_reports(make_driver: Ma
     assert driver.cached_in("store") == {"p", "pq"}
 
 
-def test_reads_do_not_count_against_the_bound_of_saves(make_driver: MakeDriver) -> None:
+def test_reads_do_not_count_against_the_bound_of_saves() -> None:
     driver = make_driver(host=8, disk=stored(), stored_saves_max=2)
     found(driver, "abcd")
     driver.acquire("abcd")
@@ -433,7 +416,7 @@ def test_reads_do_not_count_against_the_bound_of_saves(make_driver: MakeDriver) 
     assert driver.machine.statistics().saves_skipped == 0
 
 
-def test_a_hub_that_cannot_write_back_drops_instead_of_waiting(make_driver: MakeDriver) -> None:
+def test_a_hub_that_cannot_write_back_drops_instead_of_waiting() -> None:
     host = TierSettings(name="host", slot_count=8, low_watermark=0.5, high_watermark=0.75)
     write_back = WritePolicy(kind=WriteKind.WRITE_BACK)
     driver = make_driver(host=host, disk=stored(write=write_back), stored_saves_max=2)
@@ -449,7 +432,7 @@ def test_a_hub_that_cannot_write_back_drops_instead_of_waiting(make_driver: Make
 # -------------------------------------------------------------------- who may still touch slots
 
 
-def test_a_lost_rank_does_not_settle_a_read_of_the_store(make_driver: MakeDriver) -> None:
+def test_a_lost_rank_does_not_settle_a_read_of_the_store() -> None:
     driver = make_driver(device=None, host=4, disk=stored(), ranks=2)
     found(driver, "abc")
     driver.handle(ev.Prefetch(keys=driver.keys("abc"), cause="queued"))
@@ -466,7 +449,7 @@ def test_a_lost_rank_does_not_settle_a_read_of_the_store(make_driver: MakeDriver
     assert driver.free_in("host") == 4
 
 
-def test_a_lost_rank_does_not_end_a_save_into_the_store(make_driver: MakeDriver) -> None:
+def test_a_lost_rank_does_not_end_a_save_into_the_store() -> None:
     driver = make_driver(host=8, disk=stored(), ranks=2)
     driver.compute("ab")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -480,7 +463,7 @@ def test_a_lost_rank_does_not_end_a_save_into_the_store(make_driver: MakeDriver)
     assert driver.cached_in("store") == {"a", "ab"}
 
 
-def test_a_rank_with_a_new_arena_leaves_the_old_read_its_slots(make_driver: MakeDriver) -> None:
+def test_a_rank_with_a_new_arena_leaves_the_old_read_its_slots() -> None:
     driver = make_driver(host=4, disk=stored(), ranks=2)
     found(driver, "abc")
     driver.acquire("abc")
@@ -497,7 +480,7 @@ def test_a_rank_with_a_new_arena_leaves_the_old_read_its_slots(make_driver: Make
     assert driver.acquire("abc").cached_by_tier == (0, 0, 6)
 
 
-def test_a_store_that_is_seen_dead_gives_everything_back(make_driver: MakeDriver) -> None:
+def test_a_store_that_is_seen_dead_gives_everything_back() -> None:
     driver = make_driver(host=4, disk=stored(), ranks=2)
     found(driver, "abc")
     granted = driver.acquire("abc")
@@ -513,7 +496,7 @@ def test_a_store_that_is_seen_dead_gives_everything_back(make_driver: MakeDriver
     assert driver.machine.statistics().reports_late == 2
 
 
-def test_a_store_that_is_silent_keeps_its_slots_until_it_reports(make_driver: MakeDriver) -> None:
+def test_a_store_that_is_silent_keeps_its_slots_until_it_reports() -> None:
     driver = make_driver(host=4, disk=stored())
     found(driver, "abc")
     driver.acquire("abc")
@@ -529,9 +512,7 @@ def test_a_store_that_is_silent_keeps_its_slots_until_it_reports(make_driver: Ma
 
 
 @pytest.mark.parametrize("end", ["reset", "cancel", "expiry"])
-def test_a_late_answer_gives_slots_back_and_changes_nothing_else(
-    make_driver: MakeDriver, end: str
-) -> None:
+def test_a_late_answer_gives_slots_back_and_changes_nothing_else(end: str) -> None:
     driver = make_driver(device=None, host=4, disk=stored())
     found(driver, "abc")
     keys = driver.keys("abc")
@@ -552,7 +533,7 @@ def test_a_late_answer_gives_slots_back_and_changes_nothing_else(
     assert driver.answer(ev.Lookup(keys=keys), ef.Found).ready == 0
 
 
-def test_a_reset_forgets_the_directory_and_drops_no_block(make_driver: MakeDriver) -> None:
+def test_a_reset_forgets_the_directory_and_drops_no_block() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "abc")
 
@@ -577,7 +558,7 @@ def stage_at(driver: Driver, prompt: str, blocks_per_s: float) -> None:
     driver.release(granted.lease)
 
 
-def test_a_store_that_was_never_measured_is_tried(make_driver: MakeDriver) -> None:
+def test_a_store_that_was_never_measured_is_tried() -> None:
     driver = make_driver(device=16, host=32, disk=stored())
     found(driver, "abcd")
     driver.handle(ev.Computed(token_count=1000, seconds=1.0))
@@ -586,9 +567,7 @@ def test_a_store_that_was_never_measured_is_tried(make_driver: MakeDriver) -> No
 
 
 @pytest.mark.parametrize(("blocks_per_s", "cached"), [(1.0, 0), (1e6, 8)])
-def test_the_measured_rate_of_a_store_decides(
-    make_driver: MakeDriver, blocks_per_s: float, cached: int
-) -> None:
+def test_the_measured_rate_of_a_store_decides(blocks_per_s: float, cached: int) -> None:
     driver = make_driver(device=16, host=32, disk=stored(32))
     found(driver, "abcd", "mno")
 
@@ -600,9 +579,7 @@ def test_the_measured_rate_of_a_store_decides(
     assert (granted.miss.reason is MissReason.RECOMPUTE) == (not cached)
 
 
-def test_blocks_that_a_store_does_not_have_say_nothing_of_its_speed(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_that_a_store_does_not_have_say_nothing_of_its_speed() -> None:
     driver = make_driver(host=8, disk=stored())
     found(driver, "ab")
     driver.acquire("ab")
@@ -618,9 +595,7 @@ def test_blocks_that_a_store_does_not_have_say_nothing_of_its_speed(
 # -------------------------------------------------------------------- the audit
 
 
-def test_the_audit_finds_a_copy_between_ranks_that_waits_for_a_lost_one(
-    make_driver: MakeDriver,
-) -> None:
+def test_the_audit_finds_a_copy_between_ranks_that_waits_for_a_lost_one() -> None:
     driver = make_driver(host=8, disk=stored(), ranks=2)
     driver.compute("ab")
     driver.books.lost_ranks.add(1)
@@ -629,7 +604,7 @@ def test_the_audit_finds_a_copy_between_ranks_that_waits_for_a_lost_one(
         driver.machine.audit()
 
 
-def test_the_audit_finds_more_saves_under_way_than_are_allowed(make_driver: MakeDriver) -> None:
+def test_the_audit_finds_more_saves_under_way_than_are_allowed() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.compute("ab")
     driver.complete(driver.copy(Purpose.SAVE))

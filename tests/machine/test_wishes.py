@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from lab.fixtures.frozen import freeze
 from penstock.machine import events as ev
-
-if TYPE_CHECKING:
-    from tests.machine.conftest import MakeDriver
+from tests.machine.conftest import make_driver
 
 BAD_WISHES = [
     ({"priority": 40_000}, "priority is 40000, must be from -32767 to 32767"),
@@ -25,7 +22,7 @@ BAD_WISHES = [
 
 @pytest.mark.parametrize(("wish", "message"), BAD_WISHES)
 def test_a_request_with_impossible_wishes_changes_nothing(
-    make_driver: MakeDriver, wish: dict[str, float], message: str
+    wish: dict[str, float], message: str
 ) -> None:
     driver = make_driver(device=8, host=8)
     before = freeze(driver.machine)
@@ -40,7 +37,7 @@ def test_a_request_with_impossible_wishes_changes_nothing(
 
 @pytest.mark.parametrize(("wish", "message"), BAD_WISHES)
 def test_a_save_with_impossible_wishes_changes_nothing(
-    make_driver: MakeDriver, wish: dict[str, float], message: str
+    wish: dict[str, float], message: str
 ) -> None:
     driver = make_driver(device=None, host=8)
     slots = np.array([[0, 1]], dtype=np.int32)

@@ -11,12 +11,13 @@ from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine import writes
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
     from typing import Any
 
     from penstock.machine.statistics import TierStatistics
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 STORE = 2
 
@@ -39,9 +40,7 @@ def store_statistics(driver: Driver) -> TierStatistics:
     return driver.machine.statistics().tiers[-1]
 
 
-def test_what_was_computed_while_a_store_was_off_is_written_when_it_is_on(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_was_computed_while_a_store_was_off_is_written_when_it_is_on() -> None:
     driver = make_driver(host=8, disk=stored())
     switch_off(driver)
     driver.store("abc", "xy")
@@ -55,7 +54,7 @@ def test_what_was_computed_while_a_store_was_off_is_written_when_it_is_on(
     assert store_statistics(driver).saves_dropped == 0
 
 
-def test_blocks_that_left_the_hub_before_are_counted_as_dropped(make_driver: MakeDriver) -> None:
+def test_blocks_that_left_the_hub_before_are_counted_as_dropped() -> None:
     driver = make_driver(host=4, disk=stored())
     switch_off(driver)
     driver.store("abc", "xyz")
@@ -69,9 +68,7 @@ def test_blocks_that_left_the_hub_before_are_counted_as_dropped(make_driver: Mak
     assert driver.machine.saves_dropped == 2
 
 
-def test_a_save_that_failed_because_the_store_went_away_is_made_again(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_save_that_failed_because_the_store_went_away_is_made_again() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.compute("abc")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -85,9 +82,7 @@ def test_a_save_that_failed_because_the_store_went_away_is_made_again(
     assert driver.cached_in("store") == {"a", "ab", "abc"}
 
 
-def test_a_block_that_a_store_could_not_write_waits_until_it_comes_on_again(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_that_a_store_could_not_write_waits_until_it_comes_on_again() -> None:
     driver = make_driver(host=8, disk=stored())
     driver.compute("ab")
     driver.complete(driver.copy(Purpose.SAVE))
@@ -102,9 +97,7 @@ def test_a_block_that_a_store_could_not_write_waits_until_it_comes_on_again(
     assert driver.cached_in("store") == {"a", "ab"}
 
 
-def test_blocks_that_the_store_turns_out_to_have_are_not_written_again(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_that_the_store_turns_out_to_have_are_not_written_again() -> None:
     driver = make_driver(host=8, disk=stored(), stored_saves_max=2)
     switch_off(driver)
     driver.store("abcd")
@@ -120,7 +113,7 @@ def test_blocks_that_the_store_turns_out_to_have_are_not_written_again(
 
 
 def test_what_is_computed_now_finds_places_beside_what_is_written_behind(
-    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writes, "BLOCKS_AT_ONCE", 3)
     driver = make_driver(host=16, disk=stored(), stored_saves_max=4)
@@ -140,9 +133,7 @@ def test_what_is_computed_now_finds_places_beside_what_is_written_behind(
 
 
 @pytest.mark.parametrize("write", ["selective", "write_back"])
-def test_other_policies_write_what_they_would_have_written(
-    make_driver: MakeDriver, write: str
-) -> None:
+def test_other_policies_write_what_they_would_have_written(write: str) -> None:
     policy = WritePolicy(kind=WriteKind(write), hits=2)
     host = TierSettings(
         name="host", slot_count=8, low_watermark=0.25, high_watermark=0.5, write=WritePolicy()
@@ -159,7 +150,7 @@ def test_other_policies_write_what_they_would_have_written(
     assert store_statistics(driver).saves_waiting == 0
 
 
-def test_nothing_of_before_a_reset_is_written_behind(make_driver: MakeDriver) -> None:
+def test_nothing_of_before_a_reset_is_written_behind() -> None:
     driver = make_driver(host=8, disk=stored())
     switch_off(driver)
     driver.store("abc")
@@ -173,9 +164,7 @@ def test_nothing_of_before_a_reset_is_written_behind(make_driver: MakeDriver) ->
     assert store_statistics(driver).saves_dropped == 0
 
 
-def test_nothing_is_written_behind_into_a_store_that_another_engine_has_voided(
-    make_driver: MakeDriver,
-) -> None:
+def test_nothing_is_written_behind_into_a_store_that_another_engine_has_voided() -> None:
     driver = make_driver(host=8, disk=stored())
     switch_off(driver)
     driver.store("abc")
@@ -189,9 +178,7 @@ def test_nothing_is_written_behind_into_a_store_that_another_engine_has_voided(
 
 
 @pytest.mark.parametrize("write", ["write_through", "selective", "write_back", "exclusive"])
-def test_what_was_computed_before_another_engines_reset_is_never_written_again(
-    make_driver: MakeDriver, write: str
-) -> None:
+def test_what_was_computed_before_another_engines_reset_is_never_written_again(write: str) -> None:
     policy = WritePolicy(kind=WriteKind(write))
     driver = make_driver(
         host=TierSettings(name="host", slot_count=4, low_watermark=0.5, high_watermark=0.5),
@@ -211,9 +198,7 @@ def test_what_was_computed_before_another_engines_reset_is_never_written_again(
     assert driver.cached_in("store")
 
 
-def test_what_a_request_had_begun_before_another_engines_reset_is_not_written(
-    make_driver: MakeDriver,
-) -> None:
+def test_what_a_request_had_begun_before_another_engines_reset_is_not_written() -> None:
     driver = make_driver(host=8, disk=stored())
     begun = driver.acquire("abc").lease
     driver.handle(ev.TierVoided(tier=STORE, own=False))
@@ -226,9 +211,7 @@ def test_what_a_request_had_begun_before_another_engines_reset_is_not_written(
     assert driver.cached_in("store") == set()
 
 
-def test_a_block_that_is_computed_again_after_another_engines_reset_is_written(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_block_that_is_computed_again_after_another_engines_reset_is_written() -> None:
     driver = make_driver(device=2, host=2, disk=stored())
     driver.store("a")
     driver.handle(ev.TierVoided(tier=STORE, own=False))
@@ -239,9 +222,9 @@ def test_a_block_that_is_computed_again_after_another_engines_reset_is_written(
     assert driver.cached_in("store") == {"a", "x", "y", "z"}
 
 
-def test_after_its_own_reset_an_engine_writes_what_it_computes_before_the_store_has_answered(
-    make_driver: MakeDriver,
-) -> None:
+def test_after_its_own_reset_an_engine_writes_what_it_computes_before_the_store_has_answered() -> (
+    None
+):
     driver = make_driver(host=8, disk=stored())
     driver.reset()
     switch_off(driver)
@@ -255,7 +238,7 @@ def test_after_its_own_reset_an_engine_writes_what_it_computes_before_the_store_
 
 
 def test_an_idle_engine_is_woken_for_what_no_copy_reminds_it_of(
-    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writes, "LOOKED_AT_ONCE", 1)
     driver = make_driver(host=8, disk=stored())

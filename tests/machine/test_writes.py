@@ -12,9 +12,10 @@ from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
 from penstock.machine import events as ev
+from tests.machine.conftest import make_driver
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
+    from tests.machine.conftest import Driver
 
 LOW: dict[str, Any] = {"low_watermark": 0.5, "high_watermark": 0.75}
 
@@ -31,7 +32,7 @@ def purposes(driver: Driver) -> list[Purpose]:
 # -------------------------------------------------------------------- evicted under policy P
 
 
-def test_without_lower_tiers_what_is_evicted_is_gone(make_driver: MakeDriver) -> None:
+def test_without_lower_tiers_what_is_evicted_is_gone() -> None:
     driver = make_driver(device=4)
 
     driver.store("abc", "xyz")
@@ -39,9 +40,7 @@ def test_without_lower_tiers_what_is_evicted_is_gone(make_driver: MakeDriver) ->
     assert driver.tiers_with("abc") == set()
 
 
-def test_under_write_through_the_hub_holds_what_the_device_evicted(
-    make_driver: MakeDriver,
-) -> None:
+def test_under_write_through_the_hub_holds_what_the_device_evicted() -> None:
     driver = make_driver(device=4, host=8, write="write_through")
 
     driver.store("abc", "xyz")
@@ -49,7 +48,7 @@ def test_under_write_through_the_hub_holds_what_the_device_evicted(
     assert driver.tiers_with("abc") == {"host"}
 
 
-def test_under_selective_the_hub_holds_what_was_hit_often_enough(make_driver: MakeDriver) -> None:
+def test_under_selective_the_hub_holds_what_was_hit_often_enough() -> None:
     driver = make_driver(device=4, host=tier("host", 8, "selective", hits=2))
     driver.store("ab")
     driver.store("ab")
@@ -63,9 +62,7 @@ def test_under_selective_the_hub_holds_what_was_hit_often_enough(make_driver: Ma
     assert driver.tiers_with("xyz") == set()
 
 
-def test_under_write_back_the_hub_holds_what_left_at_the_low_watermark(
-    make_driver: MakeDriver,
-) -> None:
+def test_under_write_back_the_hub_holds_what_left_at_the_low_watermark() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
     assert not driver.copies
@@ -78,7 +75,7 @@ def test_under_write_back_the_hub_holds_what_left_at_the_low_watermark(
     assert driver.cached_in("host") == {"ab", "abc"}
 
 
-def test_under_write_through_a_block_goes_all_the_way_down(make_driver: MakeDriver) -> None:
+def test_under_write_through_a_block_goes_all_the_way_down() -> None:
     driver = make_driver(device=4, host=4, disk=12)
 
     driver.store("abc", "xyz", "uvw")
@@ -86,7 +83,7 @@ def test_under_write_through_a_block_goes_all_the_way_down(make_driver: MakeDriv
     assert driver.tiers_with("abc") == {"disk"}
 
 
-def test_each_tier_below_the_hub_has_its_own_policy(make_driver: MakeDriver) -> None:
+def test_each_tier_below_the_hub_has_its_own_policy() -> None:
     driver = make_driver(device=8, host=8, disk=tier("disk", 8, "selective", hits=1))
     driver.store("ab")
     before = driver.cached_in("disk")
@@ -97,7 +94,7 @@ def test_each_tier_below_the_hub_has_its_own_policy(make_driver: MakeDriver) -> 
     assert driver.cached_in("disk") == {"a", "ab"}
 
 
-def test_the_hub_writes_back_to_the_tiers_below_it(make_driver: MakeDriver) -> None:
+def test_the_hub_writes_back_to_the_tiers_below_it() -> None:
     driver = make_driver(device=8, host=tier("host", 4, **LOW), disk=tier("disk", 8, "write_back"))
     driver.store("abc")
 
@@ -108,7 +105,7 @@ def test_the_hub_writes_back_to_the_tiers_below_it(make_driver: MakeDriver) -> N
     assert driver.cached_in("disk") == {"ab", "abc"}
 
 
-def test_every_tier_that_waits_for_write_back_gets_its_copy(make_driver: MakeDriver) -> None:
+def test_every_tier_that_waits_for_write_back_gets_its_copy() -> None:
     driver = make_driver(
         host=tier("host", 4, **LOW),
         disk=tier("disk", 8, "write_back"),
@@ -125,7 +122,7 @@ def test_every_tier_that_waits_for_write_back_gets_its_copy(make_driver: MakeDri
 # -------------------------------------------------------------------- saves
 
 
-def test_a_block_is_saved_once(make_driver: MakeDriver) -> None:
+def test_a_block_is_saved_once() -> None:
     driver = make_driver(device=8, host=8)
     driver.store("ab")
 
@@ -134,7 +131,7 @@ def test_a_block_is_saved_once(make_driver: MakeDriver) -> None:
     assert driver.words(driver.copy(Purpose.SAVE).keys) == ["abc"]
 
 
-def test_a_block_on_its_way_down_is_not_saved_again(make_driver: MakeDriver) -> None:
+def test_a_block_on_its_way_down_is_not_saved_again() -> None:
     driver = make_driver(device=8, host=8)
     driver.compute("ab")
 
@@ -143,7 +140,7 @@ def test_a_block_on_its_way_down_is_not_saved_again(make_driver: MakeDriver) -> 
     assert len(driver.copies) == 1
 
 
-def test_a_loaded_block_is_not_written_back_where_it_came_from(make_driver: MakeDriver) -> None:
+def test_a_loaded_block_is_not_written_back_where_it_came_from() -> None:
     driver = make_driver(device=4, host=8)
     driver.store("ab", "xyz")
     granted = driver.acquire("ab")
@@ -154,7 +151,7 @@ def test_a_loaded_block_is_not_written_back_where_it_came_from(make_driver: Make
     assert not driver.copies
 
 
-def test_saving_to_a_full_tier_evicts_what_leaves_first_there(make_driver: MakeDriver) -> None:
+def test_saving_to_a_full_tier_evicts_what_leaves_first_there() -> None:
     driver = make_driver(device=12, host=3)
     driver.store("a", "b", "c")
 
@@ -163,7 +160,7 @@ def test_saving_to_a_full_tier_evicts_what_leaves_first_there(make_driver: MakeD
     assert driver.cached_in("host") == {"b", "c", "d"}
 
 
-def test_a_save_never_evicts_the_block_it_follows(make_driver: MakeDriver) -> None:
+def test_a_save_never_evicts_the_block_it_follows() -> None:
     driver = make_driver(device=8, host=1)
     driver.store("a")
 
@@ -173,7 +170,7 @@ def test_a_save_never_evicts_the_block_it_follows(make_driver: MakeDriver) -> No
     assert driver.machine.statistics().saves_refused == 1
 
 
-def test_leading_blocks_are_saved_first_when_room_is_short(make_driver: MakeDriver) -> None:
+def test_leading_blocks_are_saved_first_when_room_is_short() -> None:
     driver = make_driver(device=8, host=2)
 
     driver.store("abcd")
@@ -182,7 +179,7 @@ def test_leading_blocks_are_saved_first_when_room_is_short(make_driver: MakeDriv
     assert driver.machine.statistics().saves_refused == 2
 
 
-def test_nothing_is_saved_into_a_tier_that_is_off(make_driver: MakeDriver) -> None:
+def test_nothing_is_saved_into_a_tier_that_is_off() -> None:
     driver = make_driver(device=8, host=8)
     driver.handle(ev.TierOff(tier=1, fenced=True))
 
@@ -194,7 +191,7 @@ def test_nothing_is_saved_into_a_tier_that_is_off(make_driver: MakeDriver) -> No
 # -------------------------------------------------------------------- watermarks
 
 
-def test_above_the_low_watermark_nothing_leaves(make_driver: MakeDriver) -> None:
+def test_above_the_low_watermark_nothing_leaves() -> None:
     driver = make_driver(device=tier("device", 4, **LOW))
     driver.store("ab")
 
@@ -203,7 +200,7 @@ def test_above_the_low_watermark_nothing_leaves(make_driver: MakeDriver) -> None
     assert driver.cached_in("device") == {"a", "ab"}
 
 
-def test_below_the_low_watermark_blocks_leave_until_the_high_one(make_driver: MakeDriver) -> None:
+def test_below_the_low_watermark_blocks_leave_until_the_high_one() -> None:
     driver = make_driver(device=tier("device", 8, low_watermark=0.25, high_watermark=0.5))
     driver.store("abcdefg")
 
@@ -213,7 +210,7 @@ def test_below_the_low_watermark_blocks_leave_until_the_high_one(make_driver: Ma
     assert driver.cached_in("device") == {"a", "ab", "abc", "abcd"}
 
 
-def test_a_block_saved_already_leaves_without_another_copy(make_driver: MakeDriver) -> None:
+def test_a_block_saved_already_leaves_without_another_copy() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8)
     driver.store("abc")
 
@@ -223,7 +220,7 @@ def test_a_block_saved_already_leaves_without_another_copy(make_driver: MakeDriv
     assert driver.tiers_with("abc") == {"host"}
 
 
-def test_a_demoted_chain_frees_all_its_slots_at_once(make_driver: MakeDriver) -> None:
+def test_a_demoted_chain_frees_all_its_slots_at_once() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
     driver.tick()
@@ -233,7 +230,7 @@ def test_a_demoted_chain_frees_all_its_slots_at_once(make_driver: MakeDriver) ->
     assert driver.free_in("device") == 3
 
 
-def test_blocks_on_their_way_out_count_as_room_to_come(make_driver: MakeDriver) -> None:
+def test_blocks_on_their_way_out_count_as_room_to_come() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
     driver.tick()
@@ -243,7 +240,7 @@ def test_blocks_on_their_way_out_count_as_room_to_come(make_driver: MakeDriver) 
     assert len(driver.copies) == 1
 
 
-def test_a_demotion_that_fails_keeps_the_block(make_driver: MakeDriver) -> None:
+def test_a_demotion_that_fails_keeps_the_block() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
     driver.tick()
@@ -255,7 +252,7 @@ def test_a_demotion_that_fails_keeps_the_block(make_driver: MakeDriver) -> None:
     assert driver.leaving_order() == ["abc", "ab", "a"]
 
 
-def test_what_the_tier_below_has_no_room_for_is_dropped(make_driver: MakeDriver) -> None:
+def test_what_the_tier_below_has_no_room_for_is_dropped() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=1, write="write_back")
     driver.store("abc")
 
@@ -266,7 +263,7 @@ def test_what_the_tier_below_has_no_room_for_is_dropped(make_driver: MakeDriver)
     assert driver.cached_in("host") == {"ab"}
 
 
-def test_a_block_evicted_before_it_was_written_back_is_counted(make_driver: MakeDriver) -> None:
+def test_a_block_evicted_before_it_was_written_back_is_counted() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
 
@@ -275,7 +272,7 @@ def test_a_block_evicted_before_it_was_written_back_is_counted(make_driver: Make
     assert driver.machine.statistics().blocks_dropped_unsaved == 3
 
 
-def test_a_demoted_block_is_not_counted_as_dropped(make_driver: MakeDriver) -> None:
+def test_a_demoted_block_is_not_counted_as_dropped() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("abc")
     driver.tick()
@@ -286,7 +283,7 @@ def test_a_demoted_block_is_not_counted_as_dropped(make_driver: MakeDriver) -> N
     assert driver.machine.statistics().blocks_dropped_unsaved == 0
 
 
-def test_a_block_found_corrupt_on_its_way_out_is_no_room_to_come(make_driver: MakeDriver) -> None:
+def test_a_block_found_corrupt_on_its_way_out_is_no_room_to_come() -> None:
     """A load read it while it was written down; its slot is free when that has ended."""
     driver = make_driver(
         device=None, host=tier("host", 4, **LOW), disk=tier("disk", 8, "write_back")
@@ -305,7 +302,7 @@ def test_a_block_found_corrupt_on_its_way_out_is_no_room_to_come(make_driver: Ma
     assert driver.free_in("host") == 3
 
 
-def test_a_tier_that_is_off_keeps_its_blocks(make_driver: MakeDriver) -> None:
+def test_a_tier_that_is_off_keeps_its_blocks() -> None:
     driver = make_driver(device=8, host=tier("host", 4, **LOW))
     driver.store("abc")
     driver.handle(ev.TierOff(tier=1, fenced=True))
@@ -315,7 +312,7 @@ def test_a_tier_that_is_off_keeps_its_blocks(make_driver: MakeDriver) -> None:
     assert driver.cached_in("host") == {"a", "ab", "abc"}
 
 
-def test_a_tick_moves_no_more_blocks_than_an_operation_may(make_driver: MakeDriver) -> None:
+def test_a_tick_moves_no_more_blocks_than_an_operation_may() -> None:
     device = tier("device", 8, low_watermark=0.5, high_watermark=0.9)
     driver = make_driver(device=device, operation_blocks_max=2)
     driver.store("abcdefg")
@@ -326,9 +323,7 @@ def test_a_tick_moves_no_more_blocks_than_an_operation_may(make_driver: MakeDriv
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
-def test_watermarks_take_no_block_that_is_leased_or_pinned(
-    make_driver: MakeDriver, eviction: str
-) -> None:
+def test_watermarks_take_no_block_that_is_leased_or_pinned(eviction: str) -> None:
     device = tier("device", 6, eviction=eviction, low_watermark=0.5, high_watermark=0.9)
     driver = make_driver(device=device, host=8)
     driver.store("a", "b", "c", "d")
@@ -343,7 +338,7 @@ def test_watermarks_take_no_block_that_is_leased_or_pinned(
 # -------------------------------------------------------------------- quotas below the device
 
 
-def test_a_lower_tier_refuses_blocks_beyond_the_quota(make_driver: MakeDriver) -> None:
+def test_a_lower_tier_refuses_blocks_beyond_the_quota() -> None:
     driver = make_driver(device=12, host=tier("host", 8, quotas={"ann": 0.25}))
 
     driver.store("abcd", tenant="ann")
@@ -352,9 +347,7 @@ def test_a_lower_tier_refuses_blocks_beyond_the_quota(make_driver: MakeDriver) -
     assert driver.machine.statistics().saves_refused == 2
 
 
-def test_a_tenant_over_its_quota_below_evicts_its_own_blocks_first(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_tenant_over_its_quota_below_evicts_its_own_blocks_first() -> None:
     driver = make_driver(device=12, host=tier("host", 8, quotas={"ann": 0.25}))
     driver.store("x", "y", tenant="bob")
     driver.store("a", "b", "c", tenant="ann")
@@ -362,7 +355,7 @@ def test_a_tenant_over_its_quota_below_evicts_its_own_blocks_first(
     assert driver.cached_in("host") == {"x", "y", "b", "c"}
 
 
-def test_a_save_refused_for_its_quota_evicts_nobody_elses_blocks(make_driver: MakeDriver) -> None:
+def test_a_save_refused_for_its_quota_evicts_nobody_elses_blocks() -> None:
     driver = make_driver(device=8, host=tier("host", 4, quotas={"ann": 0.25}))
     driver.store("v", tenant="ann")
     driver.pin("v")
@@ -373,9 +366,7 @@ def test_a_save_refused_for_its_quota_evicts_nobody_elses_blocks(make_driver: Ma
     assert driver.cached_in("host") == {"v", "x", "y", "z"}
 
 
-def test_blocks_of_several_tenants_are_demoted_each_within_its_quota(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_of_several_tenants_are_demoted_each_within_its_quota() -> None:
     device = tier("device", 6, low_watermark=0.5, high_watermark=0.9)
     host = tier("host", 8, "write_back", quotas={"ann": 0.25})
     driver = make_driver(device=device, host=host)
@@ -389,7 +380,7 @@ def test_blocks_of_several_tenants_are_demoted_each_within_its_quota(
     assert "b" in driver.cached_in("host")
 
 
-def test_a_chain_of_several_tenants_is_demoted_whole(make_driver: MakeDriver) -> None:
+def test_a_chain_of_several_tenants_is_demoted_whole() -> None:
     driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
     driver.store("ab", tenant="ann")
     driver.store("abc", tenant="bob")
@@ -400,9 +391,7 @@ def test_a_chain_of_several_tenants_is_demoted_whole(make_driver: MakeDriver) ->
     assert driver.cached_in("host") == {"ab", "abc"}
 
 
-def test_blocks_of_several_tenants_are_copied_each_into_its_own_slot(
-    make_driver: MakeDriver,
-) -> None:
+def test_blocks_of_several_tenants_are_copied_each_into_its_own_slot() -> None:
     device = tier("device", 6, low_watermark=0.5, high_watermark=0.9)
     driver = make_driver(device=device, host=8, write="write_back")
     driver.store("v", tenant="ann")
@@ -418,7 +407,7 @@ def test_blocks_of_several_tenants_are_copied_each_into_its_own_slot(
     assert copy.target_slots.tolist() == driver.books.tier(1).slot_of[nodes].tolist()
 
 
-def test_a_tenant_that_is_not_named_falls_under_the_quota_of_all(make_driver: MakeDriver) -> None:
+def test_a_tenant_that_is_not_named_falls_under_the_quota_of_all() -> None:
     driver = make_driver(device=12, host=tier("host", 8, quotas={"*": 0.25, "ann": 0.5}))
 
     driver.store("abcd", tenant="ann")
