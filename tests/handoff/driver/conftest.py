@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.prefill_rank import LayerEvents
     from penstock.handoff.protocol.effects import HandoffEnded, Take
 
-    MakeWorld = Callable[..., "World"]
 
 SMALL = HandoffSettings(
     bounds=HandoffBounds(
@@ -212,11 +211,6 @@ class World:
 
     def outcomes(self, side: str) -> dict[str, str]:
         return {each.handoff: each.outcome.value for each in self.ended[side]}
-
-
-@pytest.fixture
-def make_world() -> MakeWorld:
-    return World
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from penstock.handoff.driver.party_driver import Envelope, seal, unseal
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
+from tests.handoff.driver.conftest import World
 
 if TYPE_CHECKING:
     from penstock.handoff.driver.party_driver import PartyDriver
-    from tests.handoff.driver.conftest import MakeWorld, World
 
     Heard = tuple[PartyDriver[Any], str, bytes]
 
@@ -105,10 +105,10 @@ def finish(world: World, slots: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_changed_and_repeated_messages_break_nothing(make_world: MakeWorld, seed: int) -> None:
+def test_changed_and_repeated_messages_break_nothing(seed: int) -> None:
     chance = random.Random(seed)
     ranks = {"prefill_ranks": chance.randint(1, 3), "decode_ranks": chance.randint(1, 3)}
-    world = make_world(Shape(**ranks), settings=SHORT, seed=seed)
+    world = World(Shape(**ranks), settings=SHORT, seed=seed)
     heard = overhear(world)
     slots = {name: world.submit(name, TOKENS, first=16 * at) for at, name in enumerate("abc")}
     world.settle()

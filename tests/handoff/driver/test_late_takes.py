@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lab.fixtures.handoff_pair import LAYERS, Shape
 from penstock.handoff.driver.decode_rank import CLAIM_S
 from penstock.transport.waiting import wait_readable
-from tests.handoff.driver.conftest import SyncTaker
+from tests.handoff.driver.conftest import SyncTaker, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import Take
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
-    from tests.handoff.driver.conftest import MakeWorld, World
 
 TOKENS = 16
 
@@ -71,9 +70,9 @@ class LateTaker(SyncTaker):
         return self.bell
 
 
-def begin(make_world: MakeWorld, layers: range) -> tuple[World, DecodeRankDriver, LateTaker]:
+def begin(layers: range) -> tuple[World, DecodeRankDriver, LateTaker]:
     """A world whose decode rank has got these layers of a prompt, and has put none away."""
-    world = make_world(Shape(prefill_ranks=1, decode_ranks=1), taker=LateTaker)
+    world = World(Shape(prefill_ranks=1, decode_ranks=1), taker=LateTaker)
     there, _ = world.submit("a prompt", TOKENS)
     world.compute("a prompt", there, range(TOKENS), layers)
     world.settle()
@@ -81,8 +80,8 @@ def begin(make_world: MakeWorld, layers: range) -> tuple[World, DecodeRankDriver
     return world, driver, LateTaker.made
 
 
-def test_the_end_of_a_part_wakes_nobody_while_others_are_to_come(make_world: MakeWorld) -> None:
-    _, driver, taker = begin(make_world, range(1))
+def test_the_end_of_a_part_wakes_nobody_while_others_are_to_come() -> None:
+    _, driver, taker = begin(range(1))
     assert len(taker.begun) == 1
 
     taker.finish()
@@ -90,8 +89,8 @@ def test_the_end_of_a_part_wakes_nobody_while_others_are_to_come(make_world: Mak
     assert taker.descriptor not in driver.descriptors
 
 
-def test_the_end_of_a_part_waits_for_the_next_one_but_not_for_long(make_world: MakeWorld) -> None:
-    world, driver, taker = begin(make_world, range(1))
+def test_the_end_of_a_part_waits_for_the_next_one_but_not_for_long() -> None:
+    world, driver, taker = begin(range(1))
     due = driver.next_deadline()
     assert due is not None
     assert world.now < due <= world.now + CLAIM_S
@@ -105,8 +104,8 @@ def test_the_end_of_a_part_waits_for_the_next_one_but_not_for_long(make_world: M
     assert taker.descriptor not in driver.descriptors
 
 
-def test_the_end_of_the_last_part_wakes_the_driver(make_world: MakeWorld) -> None:
-    world, driver, taker = begin(make_world, range(LAYERS))
+def test_the_end_of_the_last_part_wakes_the_driver() -> None:
+    world, driver, taker = begin(range(LAYERS))
     world.prefill.first_token("a prompt", (1,))
     while taker.begun:
         world.settle()
@@ -118,10 +117,8 @@ def test_the_end_of_the_last_part_wakes_the_driver(make_world: MakeWorld) -> Non
     assert world.outcomes("decode") == {"a prompt": "delivered"}
 
 
-def test_a_handoff_that_is_cancelled_ends_when_its_parts_were_put_away(
-    make_world: MakeWorld,
-) -> None:
-    world, driver, taker = begin(make_world, range(1))
+def test_a_handoff_that_is_cancelled_ends_when_its_parts_were_put_away() -> None:
+    world, driver, taker = begin(range(1))
     world.decode.cancel("a prompt")
     world.settle()
     assert not world.outcomes("decode")

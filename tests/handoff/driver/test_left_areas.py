@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -10,16 +10,14 @@ from lab.fixtures.handoff_machines import sizes
 from lab.fixtures.handoff_pair import Shape
 from penstock.handoff.driver.party_driver import seal
 from penstock.handoff.protocol import messages as msg
-
-if TYPE_CHECKING:
-    from tests.handoff.driver.conftest import MakeWorld, World
+from tests.handoff.driver.conftest import World
 
 TOKENS = 32
 
 
-def pair(make_world: MakeWorld) -> World:
+def pair() -> World:
     """One rank on each side."""
-    return make_world(Shape(prefill_ranks=1, decode_ranks=1))
+    return World(Shape(prefill_ranks=1, decode_ranks=1))
 
 
 def claim_of(world: World, request: str) -> msg.Claim:
@@ -50,10 +48,8 @@ def enter(world: World, claim: msg.Claim, **changes: Any) -> Any:
     return area
 
 
-def test_writes_that_were_queued_for_an_area_do_not_go_into_the_one_that_follows(
-    make_world: MakeWorld,
-) -> None:
-    world = pair(make_world)
+def test_writes_that_were_queued_for_an_area_do_not_go_into_the_one_that_follows() -> None:
+    world = pair()
     claim = claim_of(world, "a")
     rank = world.sending["prefill/0"]
     world.compute("a", [*reversed(range(TOKENS // 4))], range(TOKENS))
@@ -71,8 +67,8 @@ def test_writes_that_were_queued_for_an_area_do_not_go_into_the_one_that_follows
     assert not area.arrived
 
 
-def test_a_write_that_is_asked_for_after_its_area_was_left_fails(make_world: MakeWorld) -> None:
-    world = pair(make_world)
+def test_a_write_that_is_asked_for_after_its_area_was_left_fails() -> None:
+    world = pair()
     claim = claim_of(world, "a")
     rank = world.sending["prefill/0"]
     # The machine refuses this claim, since its grid is another: it stays with the first area.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -10,9 +10,7 @@ from lab.fixtures.handoff_pair import LAYERS, Shape
 from penstock.errors import UnavailableError
 from penstock.handoff.driver import party_driver
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
-
-if TYPE_CHECKING:
-    from tests.handoff.driver.conftest import MakeWorld, World
+from tests.handoff.driver.conftest import World
 
 TINY = HandoffSettings(bounds=HandoffBounds(berth_bytes=256, berth_count=4))
 """Room for two blocks of a layer in a berth."""
@@ -28,10 +26,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tokens", "cached"), [(48, 0), (37, 16), (3, 0)])
-def test_every_byte_of_a_prompt_arrives(
-    make_world: MakeWorld, shape: str, tokens: int, cached: int
-) -> None:
-    world = make_world(SHAPES[shape])
+def test_every_byte_of_a_prompt_arrives(shape: str, tokens: int, cached: int) -> None:
+    world = World(SHAPES[shape])
 
     there, here = world.submit("a", tokens, cached_tokens=cached)
     world.settle()
@@ -61,8 +57,8 @@ def test_a_layer_leaves_before_the_next_is_computed(world: World) -> None:
     assert world.is_right("a", here, range(16))
 
 
-def test_chunks_leave_as_they_are_computed(make_world: MakeWorld) -> None:
-    world = make_world(settings=TINY)
+def test_chunks_leave_as_they_are_computed() -> None:
+    world = World(settings=TINY)
     there, here = world.submit("a", 40)
     world.settle()
     counts = []
@@ -80,8 +76,8 @@ def test_chunks_leave_as_they_are_computed(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_many_requests_share_the_berths_in_any_order(make_world: MakeWorld, seed: int) -> None:
-    world = make_world(seed=seed)
+def test_many_requests_share_the_berths_in_any_order(seed: int) -> None:
+    world = World(seed=seed)
     requests = {f"r{n}": 4 + 5 * n % 17 for n in range(6)}
     slots = {}
     for n, (name, tokens) in enumerate(requests.items()):
@@ -319,9 +315,9 @@ def test_a_landing_area_without_memory_fails_over_at_once_and_the_next_is_tried(
     assert target.retired_bytes == 0
 
 
-def test_berths_are_returned_together_but_soon(make_world: MakeWorld) -> None:
+def test_berths_are_returned_together_but_soon() -> None:
     wide = HandoffSettings(bounds=HandoffBounds(berth_bytes=1024, berth_count=32))
-    world = make_world(Shape(prefill_ranks=1, decode_ranks=1), settings=wide)
+    world = World(Shape(prefill_ranks=1, decode_ranks=1), settings=wide)
     rank, said = world.taking["decode/0"], []
     send = rank._send
 

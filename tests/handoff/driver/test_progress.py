@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lab.fixtures.handoff_pair import LAYERS
 from penstock.handoff.driver.prefill_rank import DRIVE_S, LayerEvents, Progress
-
-if TYPE_CHECKING:
-    from tests.handoff.driver.conftest import MakeWorld
+from tests.handoff.driver.conftest import World
 
 
 class Device:
@@ -124,21 +120,19 @@ class Slow:
         return []
 
 
-def test_a_rank_that_is_driven_takes_a_step_in_between_and_ends_in_time(
-    make_world: MakeWorld,
-) -> None:
+def test_a_rank_that_is_driven_takes_a_step_in_between_and_ends_in_time() -> None:
     source = Slow()
-    world = make_world(sources={"prefill/0": source}, clock=lambda: source.now)
+    world = World(sources={"prefill/0": source}, clock=lambda: source.now)
 
     world.sending["prefill/0"].drive(100.0 + 2.5 * DRIVE_S)
 
     assert source.driven == pytest.approx([DRIVE_S, DRIVE_S, 0.5 * DRIVE_S])
 
 
-def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: MakeWorld) -> None:
+def test_early_layers_leave_while_the_engine_waits_for_later_ones() -> None:
     device = Device()
     sources = {f"prefill/{n}": LayerEvents(device.event, clock=device.clock) for n in range(2)}
-    world = make_world(sources=sources, clock=device.clock)
+    world = World(sources=sources, clock=device.clock)
     there, here = world.submit("a", 16)
     world.settle()
     for name in world.sending:
@@ -162,20 +156,18 @@ def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: Ma
     assert world.is_right("a", here, range(16))
 
 
-def test_a_stream_is_refused_by_a_rank_without_a_device(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_stream_is_refused_by_a_rank_without_a_device() -> None:
+    world = World()
     world.submit("a", 16)
 
     with pytest.raises(ValueError, match="stream is 7, must be left out: the KV is not on a GPU"):
         world.sending["prefill/0"].submitted({"a": 16}, layer=0, stream=7)
 
 
-def test_what_a_prompt_does_not_have_is_refused_before_anything_is_recorded(
-    make_world: MakeWorld,
-) -> None:
+def test_what_a_prompt_does_not_have_is_refused_before_anything_is_recorded() -> None:
     device = Device()
     events = LayerEvents(device.event, clock=device.clock)
-    world = make_world(sources={"prefill/0": events}, clock=device.clock)
+    world = World(sources={"prefill/0": events}, clock=device.clock)
     world.submit("a", 16)
     rank = world.sending["prefill/0"]
 

@@ -10,10 +10,10 @@ from lab.fixtures.handoff_machines import sizes
 from lab.fixtures.handoff_pair import LAYERS, Shape, keys_of
 from penstock.handoff.driver.prefill_rank import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
+from tests.handoff.driver.conftest import World
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.identity import WriteId
-    from tests.handoff.driver.conftest import MakeWorld, World
 
 TOKENS = 32
 
@@ -36,9 +36,9 @@ def step_until_ranks_are_there(world: World) -> None:
 
 
 @pytest.fixture
-def world(make_world: MakeWorld) -> World:
+def world() -> World:
     """One rank on each side. In a step the prefill rank packs one part."""
-    world = make_world(Shape(prefill_ranks=1, decode_ranks=1))
+    world = World(Shape(prefill_ranks=1, decode_ranks=1))
     for rank in world.sending.values():
         rank._budget_bytes = 1
     return world

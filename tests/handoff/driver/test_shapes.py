@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from lab.fixtures.handoff_pair import SLOTS, Shape
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
-
-if TYPE_CHECKING:
-    from tests.handoff.driver.conftest import MakeWorld
+from tests.handoff.driver.conftest import World
 
 SEEDS = 200
 QUICK = 60
@@ -71,11 +69,9 @@ def case_of(seed: int) -> Case:
         *(pytest.param(seed, marks=pytest.mark.long) for seed in range(QUICK, SEEDS)),
     ],
 )
-def test_every_shape_of_handoff_is_delivered_byte_for_byte(
-    seed: int, make_world: MakeWorld
-) -> None:
+def test_every_shape_of_handoff_is_delivered_byte_for_byte(seed: int) -> None:
     shape, settings, requests = case_of(seed)
-    world = make_world(shape, settings=settings, seed=seed)
+    world = World(shape, settings=settings, seed=seed)
 
     for name, token_count, cached in requests:
         there, here = world.submit(name, token_count, cached_tokens=cached, scattered=True)

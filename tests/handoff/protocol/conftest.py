@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from lab.fixtures.handoff_machines import introduce
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol.decode_rank import DecodeRank
@@ -408,8 +406,3 @@ class World:
                 if getattr(party, book, None)
             }
             assert not leftovers, (name, leftovers)
-
-
-@pytest.fixture(scope="session")
-def make_world() -> type[World]:
-    return World

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.fixtures.handoff_machines import freeze
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol.settings import HandoffBounds
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 ONE_BERTH = HandoffBounds(
     berth_bytes=1024, berth_count=1, landing_bytes_max=1 << 20, retired_bytes_max=8192
@@ -22,10 +19,8 @@ ONE_BERTH = HandoffBounds(
 # ------------------------------------------------------------------ poison
 
 
-def test_p17_after_a_failed_write_the_rest_goes_into_another_area(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p17_after_a_failed_write_the_rest_goes_into_another_area() -> None:
+    world = World().busy()
 
     failed = world.fail_write()
     world.run()
@@ -37,8 +32,8 @@ def test_p17_after_a_failed_write_the_rest_goes_into_another_area(
     world.check_over()
 
 
-def test_p17_nothing_more_is_written_into_a_poisoned_area(make_world: type[World]) -> None:
-    world = make_world(layers=3).busy()
+def test_p17_nothing_more_is_written_into_a_poisoned_area() -> None:
+    world = World(layers=3).busy()
     world.fail_write()
     world.wire.clear()
 
@@ -50,10 +45,8 @@ def test_p17_nothing_more_is_written_into_a_poisoned_area(make_world: type[World
     assert not [w for w in world.posted if w.write.generation == 1]
 
 
-def test_p17_a_peer_whose_writes_always_fail_fails_the_handoff_over(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p17_a_peer_whose_writes_always_fail_fails_the_handoff_over() -> None:
+    world = World().busy()
 
     for _ in range(50):
         if world.posted:
@@ -65,8 +58,8 @@ def test_p17_a_peer_whose_writes_always_fail_fails_the_handoff_over(
     assert world.ended["D"][0].why == "writes of p0 failed in 3 areas"
 
 
-def test_p17_a_lost_word_of_poison_is_said_again(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p17_a_lost_word_of_poison_is_said_again() -> None:
+    world = World().busy()
     world.fail_write()
     world.wire.clear()
 
@@ -78,8 +71,8 @@ def test_p17_a_lost_word_of_poison_is_said_again(make_world: type[World]) -> Non
 # ------------------------------------------------------------------ areas and fences
 
 
-def test_p19_memory_comes_back_only_behind_the_fence(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p19_memory_comes_back_only_behind_the_fence() -> None:
+    world = World().busy()
     world.do("d0", lambda d: d.suspect("p0", 0.0))
     world.run_messages()
     area = ("d0", world.parties["p0"].life, 1)
@@ -93,10 +86,8 @@ def test_p19_memory_comes_back_only_behind_the_fence(make_world: type[World]) ->
     assert world.parties["d0"].retired_bytes == 0
 
 
-def test_p19_memory_that_our_own_mover_reads_stays_behind_the_fence(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p19_memory_that_our_own_mover_reads_stays_behind_the_fence() -> None:
+    world = World().busy()
     world.land()
     world.deliver()
     world.do("d0", lambda d: d.suspect("p0", 0.0))
@@ -109,17 +100,15 @@ def test_p19_memory_that_our_own_mover_reads_stays_behind_the_fence(
     assert len(world.given_back) == 1
 
 
-def test_p19_a_fence_that_nobody_asked_for_is_refused(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p19_a_fence_that_nobody_asked_for_is_refused() -> None:
+    world = World().busy()
 
     with pytest.raises(ValueError, match="area 1 of p0#0000000000000002 is not retired"):
         world.parties["d0"].fenced(world.parties["p0"].life, 1, 0.0)
 
 
-def test_p18_an_area_without_memory_fails_the_handoff_over_and_is_free_at_once(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p18_an_area_without_memory_fails_the_handoff_over_and_is_free_at_once() -> None:
+    world = World().busy()
     source = world.parties["p0"].life
 
     world.do("d0", lambda d: d.area_failed(source, 1, 0.0, why="full"))
@@ -131,8 +120,8 @@ def test_p18_an_area_without_memory_fails_the_handoff_over_and_is_free_at_once(
     assert world.parties["d0"].retired_bytes == 0
 
 
-def test_p18_an_area_that_is_not_open_cannot_fail(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p18_an_area_that_is_not_open_cannot_fail() -> None:
+    world = World().busy()
     before = freeze(world.parties["d0"])
 
     with pytest.raises(ValueError, match="area 2 of p0#0000000000000002 is not open"):
@@ -141,8 +130,8 @@ def test_p18_an_area_that_is_not_open_cannot_fail(make_world: type[World]) -> No
     assert freeze(world.parties["d0"]) == before
 
 
-def test_p18_what_lands_in_a_retired_area_is_not_believed(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p18_what_lands_in_a_retired_area_is_not_believed() -> None:
+    world = World().busy()
     world.land()
     world.do("d0", lambda d: d.suspect("p0", 0.0))
 
@@ -153,9 +142,9 @@ def test_p18_what_lands_in_a_retired_area_is_not_believed(make_world: type[World
     assert world.outcome("D") == ["failed_over"]
 
 
-def test_p18_retired_memory_is_bounded(make_world: type[World]) -> None:
+def test_p18_retired_memory_is_bounded() -> None:
     bounds = replace(ONE_BERTH, retired_bytes_max=2048)
-    world = make_world(bounds=bounds)
+    world = World(bounds=bounds)
     for n in range(5):
         world.submit_prefill(f"h{n}")
         world.submit_decode(f"h{n}")
@@ -167,10 +156,8 @@ def test_p18_retired_memory_is_bounded(make_world: type[World]) -> None:
     assert world.ended["D"][-1].why == "no landing area for p0: 2048 bytes are retired"
 
 
-def test_p18_a_peer_that_is_suspected_again_and_again_costs_others_nothing(
-    make_world: type[World],
-) -> None:
-    world = make_world(2, 1, bounds=replace(ONE_BERTH, retired_bytes_max=4096))
+def test_p18_a_peer_that_is_suspected_again_and_again_costs_others_nothing() -> None:
+    world = World(2, 1, bounds=replace(ONE_BERTH, retired_bytes_max=4096))
     for n in range(6):
         world.submit_prefill(f"h{n}")
         world.submit_decode(f"h{n}", wanted={"d0": (("p0", world.grid()),)})
@@ -187,8 +174,8 @@ def test_p18_a_peer_that_is_suspected_again_and_again_costs_others_nothing(
     assert world.outcome("D") == ["failed_over"] * 6 + ["delivered"]
 
 
-def test_p20_a_silent_source_fails_only_what_needs_it(make_world: type[World]) -> None:
-    world = make_world(2, 1)
+def test_p20_a_silent_source_fails_only_what_needs_it() -> None:
+    world = World(2, 1)
     for number, handoff in enumerate(("a", "b")):
         world.submit_prefill(handoff)
         world.submit_decode(handoff, wanted={"d0": ((f"p{number}", world.grid()),)})
@@ -205,8 +192,8 @@ def test_p20_a_silent_source_fails_only_what_needs_it(make_world: type[World]) -
     }
 
 
-def test_p20_a_silent_target_does_not_slow_another(make_world: type[World]) -> None:
-    world = make_world(1, 2)
+def test_p20_a_silent_target_does_not_slow_another() -> None:
+    world = World(1, 2)
     world.submit_prefill()
     world.submit_decode()
     world.run()
@@ -217,8 +204,8 @@ def test_p20_a_silent_target_does_not_slow_another(make_world: type[World]) -> N
     assert {w.write.target.name for w in world.posted} == {"d0"}
 
 
-def test_p20_a_suspected_peer_that_is_heard_again_is_used_again(make_world: type[World]) -> None:
-    world = make_world()
+def test_p20_a_suspected_peer_that_is_heard_again_is_used_again() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.run()
@@ -234,8 +221,8 @@ def test_p20_a_suspected_peer_that_is_heard_again_is_used_again(make_world: type
     assert {key[2] for key in world.areas} == {1, 2}
 
 
-def test_p20_a_silent_prefill_engine_fails_over_at_once(make_world: type[World]) -> None:
-    world = make_world()
+def test_p20_a_silent_prefill_engine_fails_over_at_once() -> None:
+    world = World()
     world.submit_decode()
     world.run()
 
@@ -247,9 +234,9 @@ def test_p20_a_silent_prefill_engine_fails_over_at_once(make_world: type[World])
 
 @pytest.mark.parametrize("again", [False, True])
 def test_p20_a_prefill_engine_with_its_token_sent_is_given_up_when_it_starts_again(
-    make_world: type[World], *, again: bool
+    *, again: bool
 ) -> None:
-    world = make_world()
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
@@ -266,8 +253,8 @@ def test_p20_a_prefill_engine_with_its_token_sent_is_given_up_when_it_starts_aga
     assert world.outcome("D") == (["failed_over"] if again else [])
 
 
-def test_p20_a_silent_decode_engine_frees_the_prompt(make_world: type[World]) -> None:
-    world = make_world()
+def test_p20_a_silent_decode_engine_frees_the_prompt() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.run()
@@ -278,8 +265,8 @@ def test_p20_a_silent_decode_engine_frees_the_prompt(make_world: type[World]) ->
     assert world.outcome("P") == ["failed_over"]
 
 
-def test_p21_an_effect_names_what_ends_it(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p21_an_effect_names_what_ends_it() -> None:
+    world = World().busy()
     write = world.posted[0]
 
     with pytest.raises(ValueError, match="which is not under way"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
@@ -16,17 +14,15 @@ from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 TEXT_MAX = 512
 """Of a text in a message; a peer refuses the whole message beyond it."""
 
 
-def taking(make_world: type[World]) -> World:
+def taking() -> World:
     """One part has landed, and its target moves it."""
-    world = make_world().busy()
+    world = World().busy()
     world.land()
     world.deliver()
     assert len(world.takes) == 1
@@ -41,10 +37,8 @@ def fail_take(world: World) -> None:
 # ------------------------------------------------------------------ moves of a decode rank
 
 
-def test_p13_a_move_that_fails_after_the_drop_ends_the_handoff_too(
-    make_world: type[World],
-) -> None:
-    world = taking(make_world)
+def test_p13_a_move_that_fails_after_the_drop_ends_the_handoff_too() -> None:
+    world = taking()
     world.do("D", lambda d: d.cancel("h", 0.0))
     world.run_messages()
     before = world.outcome("D")
@@ -57,10 +51,8 @@ def test_p13_a_move_that_fails_after_the_drop_ends_the_handoff_too(
     world.check_over()
 
 
-def test_p3_a_lost_report_of_a_failure_is_said_again_with_its_cause(
-    make_world: type[World],
-) -> None:
-    world = taking(make_world)
+def test_p3_a_lost_report_of_a_failure_is_said_again_with_its_cause() -> None:
+    world = taking()
     fail_take(world)
     (report,) = world.said(msg.HandoffReport)
     world.wire.remove(report)
@@ -71,9 +63,9 @@ def test_p3_a_lost_report_of_a_failure_is_said_again_with_its_cause(
     assert world.ended["D"][0].why == "part 0 of p0 could not be taken: no slot"
 
 
-def test_p19_the_end_of_a_move_is_no_fence(make_world: type[World]) -> None:
+def test_p19_the_end_of_a_move_is_no_fence() -> None:
     """The writer of a retired area may write to it yet, whether we read it or not."""
-    world = taking(make_world)
+    world = taking()
     world.do("d0", lambda d: d.suspect("p0", 0.0))
 
     world.take()
@@ -87,10 +79,8 @@ def test_p19_the_end_of_a_move_is_no_fence(make_world: type[World]) -> None:
 # ------------------------------------------------------------------ writes of a prefill rank
 
 
-def test_p17_a_failed_write_of_an_area_that_was_left_does_not_poison_the_next(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p17_a_failed_write_of_an_area_that_was_left_does_not_poison_the_next() -> None:
+    world = World().busy()
     world.fail_write()
     world.run_messages()
     assert [write.write.generation for write in world.posted] == [1, 2, 2]
@@ -104,10 +94,8 @@ def test_p17_a_failed_write_of_an_area_that_was_left_does_not_poison_the_next(
     assert {key[2] for key in world.areas} == {1, 2}
 
 
-def test_p17_a_failed_write_to_a_target_that_is_gone_poisons_nothing(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p17_a_failed_write_to_a_target_that_is_gone_poisons_nothing() -> None:
+    world = World().busy()
     world.crash("d0")
     world.start("d0")
     world.acquaint("d0")
@@ -118,11 +106,9 @@ def test_p17_a_failed_write_to_a_target_that_is_gone_poisons_nothing(
     assert world.parties["p0"].counts["writes failed"] == 1
 
 
-def test_p17_poison_is_said_again_when_more_of_the_prompt_is_computed(
-    make_world: type[World],
-) -> None:
+def test_p17_poison_is_said_again_when_more_of_the_prompt_is_computed() -> None:
     """The writer asks by itself; it need not wait until its target claims again."""
-    world = make_world(layers=1, tokens=4)
+    world = World(layers=1, tokens=4)
     world.submit_prefill()
     world.submit_decode(wanted={"d0": (("p0", world.grid(part_blocks=2)),)})
     world.run_messages()
@@ -139,8 +125,8 @@ def test_p17_poison_is_said_again_when_more_of_the_prompt_is_computed(
 # ------------------------------------------------------------------ smallest and largest
 
 
-def test_p8_a_prompt_of_one_token_is_handed_over(make_world: type[World]) -> None:
-    world = make_world(layers=1, tokens=1).busy()
+def test_p8_a_prompt_of_one_token_is_handed_over() -> None:
+    world = World(layers=1, tokens=1).busy()
 
     world.run()
 
@@ -148,10 +134,8 @@ def test_p8_a_prompt_of_one_token_is_handed_over(make_world: type[World]) -> Non
     world.check_over()
 
 
-def test_p12_as_many_drafts_as_a_message_may_have_are_handed_over(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p12_as_many_drafts_as_a_message_may_have_are_handed_over() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     for name in world.prefill_names:
@@ -164,16 +148,16 @@ def test_p12_as_many_drafts_as_a_message_may_have_are_handed_over(
     assert world.ended["D"][0].drafts == drafts
 
 
-def test_p6_the_first_epoch_of_a_handoff_is_one(make_world: type[World]) -> None:
-    world = make_world()
+def test_p6_the_first_epoch_of_a_handoff_is_one() -> None:
+    world = World()
 
     world.do("D", lambda d: d.submit("h", 0.0, prefill="P", wanted=world.diagonal()))
 
     assert {message.epoch for message in world.said(msg.Expect)} == {1}
 
 
-def test_p23_a_close_is_said_as_often_as_the_bound_says(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p23_a_close_is_said_as_often_as_the_bound_says() -> None:
+    world = World().busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
 
     closes = 0
@@ -242,10 +226,8 @@ def refusals(world: World, name: str) -> dict[str, int]:
     ("berth", "why"),
     [(0, "into a berth that is in use"), (99, "into a berth that is not in the area")],
 )
-def test_p23_a_notice_of_a_wrong_berth_is_refused_and_counted(
-    make_world: type[World], berth: int, why: str
-) -> None:
-    world = taking(make_world)
+def test_p23_a_notice_of_a_wrong_berth_is_refused_and_counted(berth: int, why: str) -> None:
+    world = taking()
     world.land()
     notice = world.wire.pop()
     parts = tuple(part._replace(berth=berth) for part in notice.parts)
@@ -257,10 +239,8 @@ def test_p23_a_notice_of_a_wrong_berth_is_refused_and_counted(
     assert len(world.takes) == 1
 
 
-def test_p2_an_answer_to_a_close_that_nobody_sent_is_refused_and_counted(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p2_an_answer_to_a_close_that_nobody_sent_is_refused_and_counted() -> None:
+    world = World().busy()
     lives = {"sender": world.parties["P"].life, "target": world.parties["D"].life}
     closed = msg.CloseConfirmed(**lives, handoff="h", epoch=1)
 
@@ -271,8 +251,8 @@ def test_p2_an_answer_to_a_close_that_nobody_sent_is_refused_and_counted(
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p4_a_refusal_for_an_earlier_life_is_refused_and_counted(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p4_a_refusal_for_an_earlier_life_is_refused_and_counted() -> None:
+    world = World().busy()
     refused = msg.Refused(
         sender=world.parties["p0"].life,
         target=Life("d0", 99),
@@ -288,8 +268,8 @@ def test_p4_a_refusal_for_an_earlier_life_is_refused_and_counted(make_world: typ
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p20_a_suspected_peer_is_counted_once(make_world: type[World]) -> None:
-    world = make_world()
+def test_p20_a_suspected_peer_is_counted_once() -> None:
+    world = World()
 
     for _ in range(2):
         world.do("d0", lambda d: d.suspect("p0", 0.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -14,9 +13,7 @@ from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 STEPS = 60
 """A handoff in the world below is over after fewer."""
@@ -25,8 +22,8 @@ SMALL = HandoffBounds(
 )
 
 
-def begun(make_world: type[World]) -> World:
-    world = make_world(2, 2)
+def begun() -> World:
+    world = World(2, 2)
     world.submit_prefill()
     world.submit_decode(wanted=world.everything())
     world.compute()
@@ -50,10 +47,8 @@ def is_open(world: World, name: str) -> bool:
 
 @pytest.mark.parametrize("step", range(0, STEPS, 2))
 @pytest.mark.parametrize("sides", ["D", "P", "DP", "PD"])
-def test_p2_a_cancel_from_either_side_at_any_time_ends_both(
-    make_world: type[World], step: int, sides: str
-) -> None:
-    world = begun(make_world)
+def test_p2_a_cancel_from_either_side_at_any_time_ends_both(step: int, sides: str) -> None:
+    world = begun()
     steps(world, step)
 
     for side in sides:
@@ -69,9 +64,9 @@ def test_p2_a_cancel_from_either_side_at_any_time_ends_both(
 @pytest.mark.parametrize("step", range(0, STEPS, 2))
 @pytest.mark.parametrize("name", ["p0", "d1", "P", "D"])
 def test_p2_a_crash_at_any_time_ends_the_handoff_on_the_side_that_lives(
-    make_world: type[World], step: int, name: str
+    step: int, name: str
 ) -> None:
-    world = begun(make_world)
+    world = begun()
     steps(world, step)
 
     world.crash(name)
@@ -92,10 +87,8 @@ def test_p2_a_crash_at_any_time_ends_the_handoff_on_the_side_that_lives(
         assert not (machine.collections if other[0] == "d" else machine.prompts)
 
 
-def test_p2_a_handoff_that_decode_closed_before_it_came_ends_at_once(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p2_a_handoff_that_decode_closed_before_it_came_ends_at_once() -> None:
+    world = World()
     world.submit_decode()
     world.do("D", lambda d: d.cancel("h", 0.0))
     world.run()
@@ -107,8 +100,8 @@ def test_p2_a_handoff_that_decode_closed_before_it_came_ends_at_once(
     world.check_over()
 
 
-def test_p2_a_withdrawal_can_still_become_a_cancel(make_world: type[World]) -> None:
-    world = begun(make_world)
+def test_p2_a_withdrawal_can_still_become_a_cancel() -> None:
+    world = begun()
     steps(world, 12)
     world.do("D", lambda d: d.withdraw("h", 0.0))
 
@@ -175,10 +168,8 @@ def test_p2_a_withdrawal_can_still_become_a_cancel(make_world: type[World]) -> N
         (lambda w: w.parties["D"].suspect("x", 0.0), "name is 'x', must be one of"),
     ],
 )
-def test_p2_wrong_local_input_raises_and_changes_nothing(
-    make_world: type[World], act: object, problem: str
-) -> None:
-    world = begun(make_world)
+def test_p2_wrong_local_input_raises_and_changes_nothing(act: object, problem: str) -> None:
+    world = begun()
     before = {name: freeze(party) for name, party in world.parties.items()}
 
     with pytest.raises(ValueError, match=problem):
@@ -187,8 +178,8 @@ def test_p2_wrong_local_input_raises_and_changes_nothing(
     assert {name: freeze(party) for name, party in world.parties.items()} == before
 
 
-def test_p2_work_is_refused_while_a_rank_is_lost(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p2_work_is_refused_while_a_rank_is_lost() -> None:
+    world = World(2, 2)
     for name in ("p1", "d1"):
         world.crash(name)
 
@@ -201,10 +192,8 @@ def test_p2_work_is_refused_while_a_rank_is_lost(make_world: type[World]) -> Non
 # ------------------------------------------------------------------ bounds
 
 
-def test_p23_beyond_the_bound_a_submit_is_refused_and_changes_nothing(
-    make_world: type[World],
-) -> None:
-    world = make_world(bounds=replace(SMALL, handoff_count_max=2))
+def test_p23_beyond_the_bound_a_submit_is_refused_and_changes_nothing() -> None:
+    world = World(bounds=replace(SMALL, handoff_count_max=2))
     for handoff in ("a", "b"):
         world.submit_prefill(handoff)
         world.submit_decode(handoff)
@@ -218,8 +207,8 @@ def test_p23_beyond_the_bound_a_submit_is_refused_and_changes_nothing(
     assert (freeze(world.parties["D"]), freeze(world.parties["P"])) == before
 
 
-def test_p23_a_rank_collects_no_more_handoffs_than_the_bound(make_world: type[World]) -> None:
-    world = make_world(bounds=replace(SMALL, handoff_count_max=2))
+def test_p23_a_rank_collects_no_more_handoffs_than_the_bound() -> None:
+    world = World(bounds=replace(SMALL, handoff_count_max=2))
     for handoff in ("a", "b"):
         world.submit_decode(handoff)
     expect = next(m for m in world.wire if isinstance(m, msg.Expect))
@@ -231,8 +220,8 @@ def test_p23_a_rank_collects_no_more_handoffs_than_the_bound(make_world: type[Wo
     assert world.parties["d0"].counts["refused: too many handoffs"] == 1
 
 
-def test_p23_parked_claims_and_questions_are_bounded(make_world: type[World]) -> None:
-    world = make_world(bounds=replace(SMALL, parked_count_max=2))
+def test_p23_parked_claims_and_questions_are_bounded() -> None:
+    world = World(bounds=replace(SMALL, parked_count_max=2))
 
     for n in range(5):
         world.submit_decode(f"h{n}")
@@ -243,8 +232,8 @@ def test_p23_parked_claims_and_questions_are_bounded(make_world: type[World]) ->
     assert world.parties["p0"].counts["refused: no room to park a claim"] == 3
 
 
-def test_p23_strangers_beyond_the_bound_are_refused(make_world: type[World]) -> None:
-    world = make_world(bounds=replace(SMALL, peer_count_max=2))
+def test_p23_strangers_beyond_the_bound_are_refused() -> None:
+    world = World(bounds=replace(SMALL, peer_count_max=2))
     machine = world.parties["d0"]
     before = freeze(machine)
 
@@ -261,8 +250,8 @@ def test_p23_strangers_beyond_the_bound_are_refused(make_world: type[World]) -> 
     assert freeze(machine) == before
 
 
-def test_p23_a_claim_that_found_no_room_is_made_again(make_world: type[World]) -> None:
-    world = make_world(bounds=replace(SMALL, parked_count_max=1))
+def test_p23_a_claim_that_found_no_room_is_made_again() -> None:
+    world = World(bounds=replace(SMALL, parked_count_max=1))
     for handoff in ("a", "b"):
         world.submit_decode(handoff)
     world.run()
@@ -275,8 +264,8 @@ def test_p23_a_claim_that_found_no_room_is_made_again(make_world: type[World]) -
     assert world.outcome("D") == ["delivered"] * 2
 
 
-def test_p23_a_peer_without_an_area_fails_over_at_once(make_world: type[World]) -> None:
-    world = make_world(2, 1, bounds=replace(SMALL, landing_bytes_max=2048, retired_bytes_max=2048))
+def test_p23_a_peer_without_an_area_fails_over_at_once() -> None:
+    world = World(2, 1, bounds=replace(SMALL, landing_bytes_max=2048, retired_bytes_max=2048))
     world.submit_decode("a", wanted={"d0": (("p0", world.grid()),)})
     world.submit_decode("b", wanted={"d0": (("p1", world.grid()),)})
 
@@ -285,8 +274,8 @@ def test_p23_a_peer_without_an_area_fails_over_at_once(make_world: type[World]) 
     assert [(e.handoff, e.outcome.value) for e in world.ended["D"]] == [("b", "failed_over")]
 
 
-def test_p23_the_ends_of_handoffs_are_remembered_within_a_bound(make_world: type[World]) -> None:
-    world = make_world(bounds=replace(SMALL, remembered_count=3))
+def test_p23_the_ends_of_handoffs_are_remembered_within_a_bound() -> None:
+    world = World(bounds=replace(SMALL, remembered_count=3))
 
     for n in range(8):
         world.submit_prefill(f"h{n}")
@@ -298,8 +287,8 @@ def test_p23_the_ends_of_handoffs_are_remembered_within_a_bound(make_world: type
     assert {len(party.remembered) for party in world.parties.values()} == {3}
 
 
-def test_p23_a_part_that_does_not_fit_a_berth_fails_over(make_world: type[World]) -> None:
-    world = make_world()
+def test_p23_a_part_that_does_not_fit_a_berth_fails_over() -> None:
+    world = World()
 
     world.submit_decode(wanted={"d0": (("p0", world.grid(part_bytes=4096)),)})
     world.run()
@@ -307,8 +296,8 @@ def test_p23_a_part_that_does_not_fit_a_berth_fails_over(make_world: type[World]
     assert world.ended["D"][0].why == "parts have 4096 bytes, a berth has 1024"
 
 
-def test_p23_a_claim_beyond_the_prompt_is_refused(make_world: type[World]) -> None:
-    world = make_world()
+def test_p23_a_claim_beyond_the_prompt_is_refused() -> None:
+    world = World()
     world.submit_prefill()
 
     world.submit_decode(wanted={"d0": (("p0", world.grid(block_count=9)),)})
@@ -319,10 +308,8 @@ def test_p23_a_claim_beyond_the_prompt_is_refused(make_world: type[World]) -> No
     assert world.parties["p0"].counts["refused: claim beyond the prompt"] == 1
 
 
-def test_p23_a_parked_claim_beyond_the_prompt_is_refused_when_that_comes(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p23_a_parked_claim_beyond_the_prompt_is_refused_when_that_comes() -> None:
+    world = World()
     world.submit_decode(wanted={"d0": (("p0", world.grid(block_count=9)),)})
     world.run()
 
@@ -331,8 +318,8 @@ def test_p23_a_parked_claim_beyond_the_prompt_is_refused_when_that_comes(
     assert sizes(world.parties["p0"])["wants"] == 0
 
 
-def test_p23_a_close_without_an_answer_is_given_up(make_world: type[World]) -> None:
-    world = begun(make_world)
+def test_p23_a_close_without_an_answer_is_given_up() -> None:
+    world = begun()
     world.do("D", lambda d: d.cancel("h", 0.0))
 
     for _ in range(60):

@@ -9,6 +9,7 @@ import pytest
 from lab.fixtures.handoff_machines import books_of, clone, freeze, introduce
 from penstock.handoff.protocol.identity import Identity, Life
 from penstock.handoff.protocol.messages import Ping, Refused
+from tests.handoff.protocol.conftest import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.messages import AnyMessage
     from penstock.handoff.protocol.party import Party
-    from tests.handoff.protocol.conftest import World
 
 
 def begun(world: World) -> World:
@@ -28,8 +28,8 @@ def begun(world: World) -> World:
     return world
 
 
-def test_a_clone_goes_its_own_way(make_world: type[World]) -> None:
-    world = begun(make_world(2, 2))
+def test_a_clone_goes_its_own_way() -> None:
+    world = begun(World(2, 2))
     clones = {name: clone(party) for name, party in world.parties.items()}
     before = {name: freeze(party) for name, party in world.parties.items()}
 
@@ -40,9 +40,9 @@ def test_a_clone_goes_its_own_way(make_world: type[World]) -> None:
     assert all(freeze(world.parties[name]) != frozen for name, frozen in before.items())
 
 
-def test_a_clone_behaves_like_the_original(make_world: type[World]) -> None:
-    world = begun(make_world(2, 2))
-    copy = begun(make_world(2, 2))
+def test_a_clone_behaves_like_the_original() -> None:
+    world = begun(World(2, 2))
+    copy = begun(World(2, 2))
     copy.parties = {name: clone(party) for name, party in copy.parties.items()}
 
     for each in (world, copy):
@@ -55,8 +55,8 @@ def test_a_clone_behaves_like_the_original(make_world: type[World]) -> None:
     }
 
 
-def test_time_leaves_no_trace_in_a_frozen_state(make_world: type[World]) -> None:
-    early, late = make_world(2, 2), make_world(2, 2)
+def test_time_leaves_no_trace_in_a_frozen_state() -> None:
+    early, late = World(2, 2), World(2, 2)
     late.now = 1e6
 
     for world in (early, late):
@@ -69,8 +69,8 @@ def test_time_leaves_no_trace_in_a_frozen_state(make_world: type[World]) -> None
         )
 
 
-def test_a_resend_brings_a_machine_back_to_the_same_state(make_world: type[World]) -> None:
-    world = begun(make_world(2, 2))
+def test_a_resend_brings_a_machine_back_to_the_same_state() -> None:
+    world = begun(World(2, 2))
 
     for name, party in world.parties.items():
         for timer in party.armed():
@@ -80,8 +80,8 @@ def test_a_resend_brings_a_machine_back_to_the_same_state(make_world: type[World
                 assert freeze(party) == before
 
 
-def test_a_frozen_state_can_be_hashed(make_world: type[World]) -> None:
-    world = begun(make_world(2, 2))
+def test_a_frozen_state_can_be_hashed() -> None:
+    world = begun(World(2, 2))
 
     assert len({freeze(party) for party in world.parties.values()}) == len(world.parties)
 
@@ -121,10 +121,8 @@ def answers(party: Party, world: World, heard: list[AnyMessage]) -> dict[str, ob
 
 
 @pytest.mark.parametrize("step_count", [0, 10, 25, 45, 70, 100])
-def test_machines_that_freeze_alike_do_the_same_in_the_same_order(
-    make_world: type[World], step_count: int
-) -> None:
-    world = make_world(2, 2)
+def test_machines_that_freeze_alike_do_the_same_in_the_same_order(step_count: int) -> None:
+    world = World(2, 2)
     for handoff in ("b", "c", "a"):
         world.submit_prefill(handoff)
         world.submit_decode(handoff, wanted=world.everything())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,17 +11,15 @@ from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.states import HandoffOutcome
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 
 @pytest.mark.parametrize("decode_first", [False, True])
 @pytest.mark.parametrize(("sources", "targets"), [(1, 1), (2, 2), (1, 2), (2, 1), (3, 5), (8, 8)])
 def test_p2_a_handoff_is_delivered_once_with_its_first_token(
-    make_world: type[World], sources: int, targets: int, *, decode_first: bool
+    sources: int, targets: int, *, decode_first: bool
 ) -> None:
-    world = make_world(sources, targets)
+    world = World(sources, targets)
 
     if decode_first:
         world.submit_decode(wanted=world.everything())
@@ -41,8 +38,8 @@ def test_p2_a_handoff_is_delivered_once_with_its_first_token(
     world.check_over()
 
 
-def test_p1_ranks_may_hear_of_two_handoffs_in_different_orders(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p1_ranks_may_hear_of_two_handoffs_in_different_orders() -> None:
+    world = World(2, 2)
     for handoff in ("a", "b"):
         world.submit_prefill(handoff)
         world.submit_decode(handoff)
@@ -63,8 +60,8 @@ def test_p1_ranks_may_hear_of_two_handoffs_in_different_orders(make_world: type[
     world.check_over()
 
 
-def test_p1_a_rank_without_its_claim_does_not_hold_up_the_other(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p1_a_rank_without_its_claim_does_not_hold_up_the_other() -> None:
+    world = World(2, 2)
     world.submit_prefill()
     world.submit_decode()
     lost = [m for m in world.wire if m.target.name == "d1"]
@@ -78,10 +75,8 @@ def test_p1_a_rank_without_its_claim_does_not_hold_up_the_other(make_world: type
     assert not world.ended["D"]
 
 
-def test_p10_a_handoff_is_delivered_only_when_every_rank_is_complete(
-    make_world: type[World],
-) -> None:
-    world = make_world(1, 3)
+def test_p10_a_handoff_is_delivered_only_when_every_rank_is_complete() -> None:
+    world = World(1, 3)
     world.submit_prefill()
     world.submit_decode()
     world.compute()
@@ -102,9 +97,9 @@ def test_p10_a_handoff_is_delivered_only_when_every_rank_is_complete(
     assert ended_after == [0, 0, 0, 1]
 
 
-def test_p12_the_first_token_may_come_before_or_after_the_parts(make_world: type[World]) -> None:
+def test_p12_the_first_token_may_come_before_or_after_the_parts() -> None:
     for token_first in (True, False):
-        world = make_world()
+        world = World()
         world.submit_prefill()
         world.submit_decode()
         steps = [
@@ -133,10 +128,8 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_p8_claim_and_progress_may_come_in_any_order(
-    make_world: type[World], order: tuple[str, ...]
-) -> None:
-    world = make_world()
+def test_p8_claim_and_progress_may_come_in_any_order(order: tuple[str, ...]) -> None:
+    world = World()
     world.submit_prefill(admit=False)
     world.submit_decode()
 
@@ -156,8 +149,8 @@ def test_p8_claim_and_progress_may_come_in_any_order(
     world.check_over()
 
 
-def test_p8_progress_that_comes_late_does_not_lower_a_watermark(make_world: type[World]) -> None:
-    world = make_world()
+def test_p8_progress_that_comes_late_does_not_lower_a_watermark() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.run()
@@ -169,8 +162,8 @@ def test_p8_progress_that_comes_late_does_not_lower_a_watermark(make_world: type
     assert [write.write.part for write in world.posted] == [0]
 
 
-def test_p8_chunks_travel_while_later_chunks_are_computed(make_world: type[World]) -> None:
-    world = make_world(tokens=4, layers=1)
+def test_p8_chunks_travel_while_later_chunks_are_computed() -> None:
+    world = World(tokens=4, layers=1)
     world.submit_prefill()
     world.submit_decode(wanted={"d0": (("p0", world.grid(part_blocks=1)),)})
     world.run()
@@ -184,10 +177,8 @@ def test_p8_chunks_travel_while_later_chunks_are_computed(make_world: type[World
     assert travelled == [1, 3, 4]
 
 
-def test_p8_a_partly_filled_last_block_travels_when_the_prompt_is_computed(
-    make_world: type[World],
-) -> None:
-    world = make_world(tokens=5, layers=1)
+def test_p8_a_partly_filled_last_block_travels_when_the_prompt_is_computed() -> None:
+    world = World(tokens=5, layers=1)
     grid = Grid(0, 1, 0, 2, part_blocks=1, block_tokens=4)
     world.submit_prefill()
     world.submit_decode(wanted={"d0": (("p0", grid),)})
@@ -203,8 +194,8 @@ def test_p8_a_partly_filled_last_block_travels_when_the_prompt_is_computed(
     assert world.slots["d0", "h", 1] == {("p0", 0), ("p0", 1)}
 
 
-def test_p8_only_the_missing_suffix_travels(make_world: type[World]) -> None:
-    world = make_world(tokens=8, layers=1)
+def test_p8_only_the_missing_suffix_travels() -> None:
+    world = World(tokens=8, layers=1)
     world.submit_prefill()
     suffix = Grid(0, 1, 6, 2, part_blocks=1)
 
@@ -219,8 +210,8 @@ def test_p8_only_the_missing_suffix_travels(make_world: type[World]) -> None:
     ]
 
 
-def test_p8_a_prompt_that_is_there_already_needs_the_token_alone(make_world: type[World]) -> None:
-    world = make_world(1, 2)
+def test_p8_a_prompt_that_is_there_already_needs_the_token_alone() -> None:
+    world = World(1, 2)
     world.submit_prefill()
 
     world.submit_decode(wanted={})
@@ -232,8 +223,8 @@ def test_p8_a_prompt_that_is_there_already_needs_the_token_alone(make_world: typ
     world.check_over()
 
 
-def test_p8_pipeline_stages_owe_different_layers(make_world: type[World]) -> None:
-    world = make_world(2, 1, layers=4)
+def test_p8_pipeline_stages_owe_different_layers() -> None:
+    world = World(2, 1, layers=4)
     world.do("P", lambda p: p.submit("h", 0.0))
     world.submitted["P"] += 1
     for stage, name in enumerate(world.prefill_names):

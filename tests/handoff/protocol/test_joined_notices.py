@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
@@ -12,11 +10,7 @@ from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import notice_of
 from penstock.handoff.protocol.identity import Life, WriteId
 from penstock.handoff.protocol.prefill_rank import join_notices, writes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 SOURCE, TARGET = Life("p0", 1), Life("d0", 2)
 
@@ -29,9 +23,9 @@ def parts_of(notices: list[msg.Landed]) -> list[list[int]]:
     return [[part.part for part in each.parts] for each in notices]
 
 
-def both_landed(make_world: Callable[..., World]) -> tuple[World, msg.Landed]:
+def both_landed() -> tuple[World, msg.Landed]:
     """Two parts are in their berths, and one notice says so."""
-    world = make_world().busy()
+    world = World().busy()
     first, second = world.posted[0].notice, world.posted[1].notice
     for _ in range(2):
         world.land()
@@ -39,10 +33,8 @@ def both_landed(make_world: Callable[..., World]) -> tuple[World, msg.Landed]:
     return world, msgspec.structs.replace(first, parts=(*first.parts, *second.parts))
 
 
-def test_p9_parts_of_one_notice_are_taken_and_answered_like_those_of_two(
-    make_world: Callable[..., World],
-) -> None:
-    world, joined = both_landed(make_world)
+def test_p9_parts_of_one_notice_are_taken_and_answered_like_those_of_two() -> None:
+    world, joined = both_landed()
 
     world.do("d0", lambda d: d.receive(joined, world.now))
 
@@ -53,10 +45,8 @@ def test_p9_parts_of_one_notice_are_taken_and_answered_like_those_of_two(
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p11_a_part_that_is_wrong_does_not_touch_the_others_of_its_notice(
-    make_world: Callable[..., World],
-) -> None:
-    world, joined = both_landed(make_world)
+def test_p11_a_part_that_is_wrong_does_not_touch_the_others_of_its_notice() -> None:
+    world, joined = both_landed()
     first, second = joined.parts
     wrong = msgspec.structs.replace(joined, parts=(first._replace(part=99), second))
 
@@ -66,10 +56,8 @@ def test_p11_a_part_that_is_wrong_does_not_touch_the_others_of_its_notice(
     assert world.parties["d0"].counts["refused: of a part that is not in the grid"] == 1
 
 
-def test_p3_notices_without_an_answer_are_repeated_together(
-    make_world: Callable[..., World],
-) -> None:
-    world, _ = both_landed(make_world)
+def test_p3_notices_without_an_answer_are_repeated_together() -> None:
+    world, _ = both_landed()
     for _ in range(2):
         world.observe()
 
@@ -79,10 +67,8 @@ def test_p3_notices_without_an_answer_are_repeated_together(
     assert [part.part for part in repeated.parts] == [0, 1]
 
 
-def test_p15_writes_that_are_not_all_under_way_are_refused_and_none_counts(
-    make_world: Callable[..., World],
-) -> None:
-    world, joined = both_landed(make_world)
+def test_p15_writes_that_are_not_all_under_way_are_refused_and_none_counts() -> None:
+    world, joined = both_landed()
     rank = world.parties["p0"]
     before = freeze(rank)
     (first, sums), (second, _) = writes_of(joined)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,14 +13,12 @@ from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.identity import Identity, Life, facts_of, misfit
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import Role
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 
-def strangers(make_world: type[World]) -> World:
+def strangers() -> World:
     """Colleagues know each other, peers do not."""
-    world = make_world(2, 2, acquainted=False)
+    world = World(2, 2, acquainted=False)
     for scheduler, ranks in (("P", world.prefill_names), ("D", world.decode_names)):
         for rank in ranks:
             world.introduce(scheduler, rank)
@@ -35,8 +31,8 @@ def hello_of(identity: Identity, target: Life) -> msg.Hello:
     )
 
 
-def test_p5_peers_greet_each_other_before_anything_else(make_world: type[World]) -> None:
-    world = strangers(make_world)
+def test_p5_peers_greet_each_other_before_anything_else() -> None:
+    world = strangers()
     world.submit_prefill()
     world.compute()
     kinds: list[type] = []
@@ -55,10 +51,8 @@ def test_p5_peers_greet_each_other_before_anything_else(make_world: type[World])
 
 
 @pytest.mark.parametrize("party", ["P", "p1"])
-def test_p5_a_misfit_fails_the_handoff_with_both_values(
-    make_world: type[World], party: str
-) -> None:
-    world = strangers(make_world)
+def test_p5_a_misfit_fails_the_handoff_with_both_values(party: str) -> None:
+    world = strangers()
     machine = world.parties[party]
     machine.identity = machine.identity._replace(facts=facts_of(model="toy", weights="v2"))
 
@@ -98,8 +92,8 @@ def test_p5_a_misfit_names_what_differs(theirs: dict[str, object], difference: s
     assert str(misfit(ours, other)) == difference
 
 
-def test_p5_a_peer_of_another_version_fails_the_handoff_with_both(make_world: type[World]) -> None:
-    world = strangers(make_world)
+def test_p5_a_peer_of_another_version_fails_the_handoff_with_both() -> None:
+    world = strangers()
     world.submit_decode()
 
     world.do("D", lambda d: d.refuse_version("P", 0.0, version=9))
@@ -109,8 +103,8 @@ def test_p5_a_peer_of_another_version_fails_the_handoff_with_both(make_world: ty
     assert world.ended["D"][0].why == "refused: version is '2' here and '9' there"
 
 
-def test_p5_a_peer_that_answers_with_other_facts_is_refused(make_world: type[World]) -> None:
-    world = strangers(make_world)
+def test_p5_a_peer_that_answers_with_other_facts_is_refused() -> None:
+    world = strangers()
     world.submit_decode()
     while not any(isinstance(m, msg.Hello) and m.target.name == "P" for m in world.wire):
         world.deliver()
@@ -128,10 +122,8 @@ def test_p5_a_peer_that_answers_with_other_facts_is_refused(make_world: type[Wor
     assert world.ended["D"][0].why == "refused: weights is 'v1' here and 'v9' there"
 
 
-def test_p4_a_message_for_an_earlier_life_is_refused_and_answered_with_hello(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p4_a_message_for_an_earlier_life_is_refused_and_answered_with_hello() -> None:
+    world = World()
     world.submit_decode()
     world.start("d0")
 
@@ -142,8 +134,8 @@ def test_p4_a_message_for_an_earlier_life_is_refused_and_answered_with_hello(
     assert world.wire[-1].target == world.parties["D"].life
 
 
-def test_p4_a_message_from_an_earlier_life_is_refused(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_a_message_from_an_earlier_life_is_refused() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.compute()
@@ -160,8 +152,8 @@ def test_p4_a_message_from_an_earlier_life_is_refused(make_world: type[World]) -
     assert not world.takes
 
 
-def test_p4_a_source_that_starts_again_is_another_life(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_a_source_that_starts_again_is_another_life() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     while not any(isinstance(m, msg.Claim) for m in world.wire):
@@ -178,8 +170,8 @@ def test_p4_a_source_that_starts_again_is_another_life(make_world: type[World]) 
     world.check_over()
 
 
-def test_p4_an_earlier_life_does_not_come_back(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_an_earlier_life_does_not_come_back() -> None:
+    world = World()
     first = world.parties["p0"].identity
     world.start("p0")
     world.acquaint("p0")
@@ -191,10 +183,8 @@ def test_p4_an_earlier_life_does_not_come_back(make_world: type[World]) -> None:
         introduce(world.parties["d0"], first, 0.0)
 
 
-def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one() -> None:
+    world = World()
     first = world.parties["d0"].identity
     for name in ("d0", "p0"):
         world.start(name)
@@ -209,8 +199,8 @@ def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one(
     introduce(world.parties["p0"], present, 0.0)
 
 
-def test_p4_a_next_life_is_met_when_it_has_answered(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_a_next_life_is_met_when_it_has_answered() -> None:
+    world = World()
     before = world.parties["d0"].life
     world.start("d0")
     reborn = world.parties["d0"].identity
@@ -224,8 +214,8 @@ def test_p4_a_next_life_is_met_when_it_has_answered(make_world: type[World]) -> 
     assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
 
 
-def test_p4_two_parties_that_both_started_again_find_each_other(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_two_parties_that_both_started_again_find_each_other() -> None:
+    world = World()
     for name in ("d0", "p0"):
         world.start(name)
         identity = world.parties[name].identity
@@ -238,10 +228,8 @@ def test_p4_two_parties_that_both_started_again_find_each_other(make_world: type
     assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
 
 
-def test_p4_an_answer_from_before_the_present_life_was_met_is_asked_for_again(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p4_an_answer_from_before_the_present_life_was_met_is_asked_for_again() -> None:
+    world = World()
     machine = world.parties["p0"]
     present = machine.life_of("d0")
     late = msg.Welcome(
@@ -260,8 +248,8 @@ def test_p4_an_answer_from_before_the_present_life_was_met_is_asked_for_again(
     assert machine.counts == {"refused: answers an earlier question": 1}
 
 
-def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_a_colleague_that_was_seen_dead_is_not_heard() -> None:
+    world = World()
     world.submit_decode()
     world.run()
     report = msg.HandoffReport(
@@ -279,8 +267,8 @@ def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World])
     assert not world.parties["D"].is_open("d0")
 
 
-def test_p4_a_ping_is_answered(make_world: type[World]) -> None:
-    world = make_world()
+def test_p4_a_ping_is_answered() -> None:
+    world = World()
     ping = msg.Ping(sender=world.parties["D"].life, target=world.parties["P"].life)
 
     world.do("P", lambda p: p.receive(ping, 0.0))
@@ -289,8 +277,8 @@ def test_p4_a_ping_is_answered(make_world: type[World]) -> None:
     assert world.parties["D"].counts == {}
 
 
-def test_p4_a_machine_has_the_role_it_says(make_world: type[World]) -> None:
-    identity = make_world().parties["d0"].identity
+def test_p4_a_machine_has_the_role_it_says() -> None:
+    identity = World().parties["d0"].identity
 
     with pytest.raises(ValueError, match="role is 'decode rank', must be 'decode scheduler'"):
         DecodeScheduler(identity, HandoffSettings(), ranks=("a",))
@@ -334,10 +322,8 @@ def of_kind(kind: type[msg.Message]) -> st.SearchStrategy[msg.Message]:
 
 
 @given(said=st.lists(st.one_of([of_kind(kind) for kind in msg.AnyMessage.__args__]), max_size=20))
-def test_p4_nothing_that_a_peer_says_raises(
-    make_world: type[World], said: list[msg.AnyMessage]
-) -> None:
-    world = make_world()
+def test_p4_nothing_that_a_peer_says_raises(said: list[msg.AnyMessage]) -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     world.do("p0", lambda p: p.progress("h", layer=0, tokens=4, now=0.0))
@@ -349,10 +335,8 @@ def test_p4_nothing_that_a_peer_says_raises(
     assert all(isinstance(hash(freeze(party)), int) for party in world.parties.values())
 
 
-def test_p4_a_stop_of_a_dead_target_is_not_answered_to_its_next_life(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p4_a_stop_of_a_dead_target_is_not_answered_to_its_next_life() -> None:
+    world = World().busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
     world.run_messages()
     assert world.parties["p0"].stops
@@ -367,10 +351,8 @@ def test_p4_a_stop_of_a_dead_target_is_not_answered_to_its_next_life(
     assert not world.said(msg.Stopped)
 
 
-def test_p15_a_stop_of_a_next_life_does_not_wait_for_writes_to_the_earlier_one(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p15_a_stop_of_a_next_life_does_not_wait_for_writes_to_the_earlier_one() -> None:
+    world = World().busy()
     world.start("d0")
     world.introduce("p0", "d0")
     world.introduce("D", "d0")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.fixtures.handoff_machines import sizes
 from penstock.handoff.protocol import messages as msg
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 MESSAGES_OF_A_HANDOFF = 26
 """So many are sent in the world below without faults; a test sees to it."""
 
 
-def world_with_work(make_world: type[World]) -> World:
-    world = make_world(2, 2, layers=2)
+def world_with_work() -> World:
+    world = World(2, 2, layers=2)
     world.submit_prefill()
     world.submit_decode()
     world.compute()
@@ -46,8 +43,8 @@ def disturb(world: World, number: int, kind: str) -> None:
     world.seen = seen
 
 
-def test_the_number_of_messages_is_known(make_world: type[World]) -> None:
-    world = world_with_work(make_world)
+def test_the_number_of_messages_is_known() -> None:
+    world = world_with_work()
 
     disturb(world, -1, "none")
 
@@ -56,8 +53,8 @@ def test_the_number_of_messages_is_known(make_world: type[World]) -> None:
 
 
 @pytest.mark.parametrize("number", range(MESSAGES_OF_A_HANDOFF))
-def test_p3_every_message_may_be_lost(make_world: type[World], number: int) -> None:
-    world = world_with_work(make_world)
+def test_p3_every_message_may_be_lost(number: int) -> None:
+    world = world_with_work()
 
     disturb(world, number, "lost")
     world.drive(20)
@@ -68,8 +65,8 @@ def test_p3_every_message_may_be_lost(make_world: type[World], number: int) -> N
 
 @pytest.mark.parametrize("kind", ["twice", "late again"])
 @pytest.mark.parametrize("number", range(MESSAGES_OF_A_HANDOFF))
-def test_p3_every_message_may_come_twice(make_world: type[World], number: int, kind: str) -> None:
-    world = world_with_work(make_world)
+def test_p3_every_message_may_come_twice(number: int, kind: str) -> None:
+    world = world_with_work()
 
     disturb(world, number, kind)
     world.drive(20)
@@ -79,10 +76,8 @@ def test_p3_every_message_may_come_twice(make_world: type[World], number: int, k
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_p3_a_handoff_survives_the_loss_of_every_second_message(
-    make_world: type[World], seed: int
-) -> None:
-    world = world_with_work(make_world)
+def test_p3_a_handoff_survives_the_loss_of_every_second_message(seed: int) -> None:
+    world = world_with_work()
     random = Random(seed)
 
     for _ in range(59):
@@ -98,10 +93,8 @@ def test_p3_a_handoff_survives_the_loss_of_every_second_message(
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p9_one_claim_acknowledges_returns_a_berth_and_asks_for_the_rest(
-    make_world: type[World],
-) -> None:
-    world = make_world(layers=3)
+def test_p9_one_claim_acknowledges_returns_a_berth_and_asks_for_the_rest() -> None:
+    world = World(layers=3)
     world.submit_prefill()
     world.submit_decode()
     world.compute()
@@ -122,8 +115,8 @@ def test_p9_one_claim_acknowledges_returns_a_berth_and_asks_for_the_rest(
     assert [(w.write.part, w.write.berth) for w in world.posted] == [(1, 1), (2, 0)]
 
 
-def test_p3_a_resend_waits_longer_each_time_up_to_its_cap(make_world: type[World]) -> None:
-    world = make_world()
+def test_p3_a_resend_waits_longer_each_time_up_to_its_cap() -> None:
+    world = World()
     world.submit_decode(patience_s=100.0)
     world.wire.clear()
     decode = world.parties["D"]
@@ -138,8 +131,8 @@ def test_p3_a_resend_waits_longer_each_time_up_to_its_cap(make_world: type[World
     assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
 
 
-def test_p3_what_comes_halves_the_wait_for_the_next_resend(make_world: type[World]) -> None:
-    world = make_world(1, 2)
+def test_p3_what_comes_halves_the_wait_for_the_next_resend() -> None:
+    world = World(1, 2)
     world.submit_prefill()
     world.submit_decode(patience_s=100.0)
     world.run_messages()
@@ -156,8 +149,8 @@ def test_p3_what_comes_halves_the_wait_for_the_next_resend(make_world: type[Worl
     assert world.parties["D"].tries[timer] == 3
 
 
-def test_p3_an_answer_never_puts_a_resend_off(make_world: type[World]) -> None:
-    world = make_world(2, 1)
+def test_p3_an_answer_never_puts_a_resend_off() -> None:
+    world = World(2, 1)
     world.submit_prefill()
     world.submit_decode(wanted=world.everything(), patience_s=100.0)
     world.run_messages()
@@ -173,10 +166,8 @@ def test_p3_an_answer_never_puts_a_resend_off(make_world: type[World]) -> None:
     assert rank.timers[timer] == due
 
 
-def test_p3_a_notice_waits_as_long_as_its_target_took_to_answer_before(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p3_a_notice_waits_as_long_as_its_target_took_to_answer_before() -> None:
+    world = World().busy()
     rank, timer = world.parties["p0"], ("notice", "d0")
     world.land()
     world.observe()
@@ -223,8 +214,8 @@ def withdrawn(world: World) -> list[msg.AnyMessage]:
     return said
 
 
-def test_p6_a_withdrawn_handoff_may_be_claimed_again(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p6_a_withdrawn_handoff_may_be_claimed_again() -> None:
+    world = World(2, 2)
     withdrawn(world)
 
     world.submit_decode(epoch=2)
@@ -237,8 +228,8 @@ def test_p6_a_withdrawn_handoff_may_be_claimed_again(make_world: type[World]) ->
     world.check_over()
 
 
-def test_p6_a_report_of_an_earlier_epoch_does_not_count(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p6_a_report_of_an_earlier_epoch_does_not_count() -> None:
+    world = World(2, 2)
     said = withdrawn(world)
     world.submit_decode(epoch=2)
     world.do("P", lambda p: p.first_token("h", 0.0, tokens=(1,)))
@@ -256,8 +247,8 @@ def test_p6_a_report_of_an_earlier_epoch_does_not_count(make_world: type[World])
     assert world.outcome("D") == ["withdrawn", "delivered"]
 
 
-def test_p6_a_close_of_an_earlier_epoch_does_not_end_a_later_one(make_world: type[World]) -> None:
-    world = make_world()
+def test_p6_a_close_of_an_earlier_epoch_does_not_end_a_later_one() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode(epoch=2)
     world.run()
@@ -277,8 +268,8 @@ def test_p6_a_close_of_an_earlier_epoch_does_not_end_a_later_one(make_world: typ
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p6_a_claim_that_comes_after_its_stop_does_nothing(make_world: type[World]) -> None:
-    world = make_world()
+def test_p6_a_claim_that_comes_after_its_stop_does_nothing() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode()
     claim = None
@@ -298,10 +289,8 @@ def test_p6_a_claim_that_comes_after_its_stop_does_nothing(make_world: type[Worl
     world.check_over()
 
 
-def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on_offer(
-    make_world: type[World],
-) -> None:
-    world = make_world(2, 2)
+def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on_offer() -> None:
+    world = World(2, 2)
     said = withdrawn(world)
     claims = [m for m in said if isinstance(m, msg.Claim) and m.target.name == "p1"]
     assert not world.outcome("P"), "the prompt may be claimed again"
@@ -318,10 +307,8 @@ def test_p6_a_claim_that_its_stop_overtook_begins_nothing_while_the_prompt_is_on
     world.check_over()
 
 
-def test_p6_a_stop_of_an_earlier_epoch_does_not_end_a_later_claim(
-    make_world: type[World],
-) -> None:
-    world = make_world(2, 2)
+def test_p6_a_stop_of_an_earlier_epoch_does_not_end_a_later_claim() -> None:
+    world = World(2, 2)
     said = withdrawn(world)
     claim = next(m for m in said if isinstance(m, msg.Claim) and m.target.name == "p1")
     late = msg.Stop(sender=claim.sender, target=claim.target, handoff="h", epoch=1)
@@ -341,8 +328,8 @@ def test_p6_a_stop_of_an_earlier_epoch_does_not_end_a_later_claim(
     world.check_over()
 
 
-def test_p6_an_epoch_is_not_used_twice(make_world: type[World]) -> None:
-    world = make_world(2, 2)
+def test_p6_an_epoch_is_not_used_twice() -> None:
+    world = World(2, 2)
     withdrawn(world)
 
     with pytest.raises(ValueError, match="epoch is 1 for 'h', must be more than 1"):
@@ -352,8 +339,8 @@ def test_p6_an_epoch_is_not_used_twice(make_world: type[World]) -> None:
 # ------------------------------------------------------------------ deadlines
 
 
-def test_p7_a_handoff_that_is_not_delivered_in_time_expires(make_world: type[World]) -> None:
-    world = make_world()
+def test_p7_a_handoff_that_is_not_delivered_in_time_expires() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode(patience_s=5.0)
 
@@ -364,10 +351,8 @@ def test_p7_a_handoff_that_is_not_delivered_in_time_expires(make_world: type[Wor
     world.check_over()
 
 
-def test_p7_a_prompt_that_nobody_claims_is_released_after_its_lease(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p7_a_prompt_that_nobody_claims_is_released_after_its_lease() -> None:
+    world = World()
     world.submit_prefill()
     world.compute()
 
@@ -377,8 +362,8 @@ def test_p7_a_prompt_that_nobody_claims_is_released_after_its_lease(
     world.check_over()
 
 
-def test_p7_a_lease_lasts_as_long_as_decode_asks(make_world: type[World]) -> None:
-    world = make_world()
+def test_p7_a_lease_lasts_as_long_as_decode_asks() -> None:
+    world = World()
     world.submit_prefill()
     world.submit_decode(patience_s=1000.0)
 
@@ -389,10 +374,8 @@ def test_p7_a_lease_lasts_as_long_as_decode_asks(make_world: type[World]) -> Non
     assert world.outcome("P") == world.outcome("D") == ["delivered"]
 
 
-def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too() -> None:
+    world = World()
     lease_s = world.settings.times.lease_s
     world.submit_prefill()
     world.submit_decode(patience_s=10 * lease_s)
@@ -412,8 +395,8 @@ def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too(
     assert min(dues) > lease_s - world.settings.times.resend_cap_s - 0.01
 
 
-def test_p7_a_claim_whose_prompt_never_comes_is_forgotten(make_world: type[World]) -> None:
-    world = make_world()
+def test_p7_a_claim_whose_prompt_never_comes_is_forgotten() -> None:
+    world = World()
     world.submit_decode()
     world.run()
     assert sizes(world.parties["p0"])["wants"] == 1
@@ -426,8 +409,8 @@ def test_p7_a_claim_whose_prompt_never_comes_is_forgotten(make_world: type[World
     assert sizes(world.parties["P"])["awaited"] == 0
 
 
-def test_p7_a_question_that_comes_after_the_end_is_answered(make_world: type[World]) -> None:
-    world = make_world()
+def test_p7_a_question_that_comes_after_the_end_is_answered() -> None:
+    world = World()
     world.submit_prefill()
     world.do("P", lambda p: p.cancel("h", 0.0, why="out of memory"))
     world.run()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import pytest
 
 from lab.fixtures.handoff_machines import clone, freeze, sizes
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.settings import HandoffBounds
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 ONE_BERTH = HandoffBounds(
     berth_bytes=1024, berth_count=1, landing_bytes_max=1 << 20, retired_bytes_max=8192
@@ -22,8 +18,8 @@ ONE_BERTH = HandoffBounds(
 # ------------------------------------------------------------------ integrity
 
 
-def test_p11_a_notice_alone_does_not_count(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p11_a_notice_alone_does_not_count() -> None:
+    world = World().busy()
     for _ in range(2):
         world.land()
 
@@ -34,10 +30,8 @@ def test_p11_a_notice_alone_does_not_count(make_world: type[World]) -> None:
     assert sizes(world.parties["d0"])["collecting"] == 1
 
 
-def test_p9_parts_that_are_taken_together_are_answered_by_one_claim(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p9_parts_that_are_taken_together_are_answered_by_one_claim() -> None:
+    world = World().busy()
     for _ in range(2):
         world.land()
     while world.wire:
@@ -53,10 +47,8 @@ def test_p9_parts_that_are_taken_together_are_answered_by_one_claim(
     assert [type(each.message) for each in effects].count(msg.Claim) == 1
 
 
-def test_p2_parts_that_are_not_all_under_way_are_refused_and_none_counts(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p2_parts_that_are_not_all_under_way_are_refused_and_none_counts() -> None:
+    world = World().busy()
     world.land()
     while world.wire:
         world.deliver()
@@ -71,8 +63,8 @@ def test_p2_parts_that_are_not_all_under_way_are_refused_and_none_counts(
     assert freeze(rank) == before
 
 
-def test_p11_a_part_that_is_not_intact_is_written_again(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p11_a_part_that_is_not_intact_is_written_again() -> None:
+    world = World().busy()
     world.land()
     world.observe()
     while world.wire:
@@ -86,8 +78,8 @@ def test_p11_a_part_that_is_not_intact_is_written_again(make_world: type[World])
     world.check_over()
 
 
-def test_p11_a_part_that_is_never_intact_fails_the_handoff_over(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p11_a_part_that_is_never_intact_fails_the_handoff_over() -> None:
+    world = World().busy()
 
     for _ in range(100):
         if world.takes:
@@ -103,8 +95,8 @@ def test_p11_a_part_that_is_never_intact_fails_the_handoff_over(make_world: type
     world.check_over()
 
 
-def test_p11_a_late_notice_of_a_spoiled_attempt_is_not_believed(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p11_a_late_notice_of_a_spoiled_attempt_is_not_believed() -> None:
+    world = World().busy()
     world.land()
     notice = world.said(msg.Landed)[0]
     world.observe()
@@ -119,8 +111,8 @@ def test_p11_a_late_notice_of_a_spoiled_attempt_is_not_believed(make_world: type
 # ------------------------------------------------------------------ slots
 
 
-def test_p13_slots_come_back_only_when_no_rank_moves_into_them(make_world: type[World]) -> None:
-    world = make_world(2, 2).busy()
+def test_p13_slots_come_back_only_when_no_rank_moves_into_them() -> None:
+    world = World(2, 2).busy()
     world.land()
     world.observe()
     while world.wire:
@@ -139,8 +131,8 @@ def test_p13_slots_come_back_only_when_no_rank_moves_into_them(make_world: type[
     assert world.outcome("D") == ["cancelled"]
 
 
-def test_p13_a_dropped_handoff_takes_nothing_more(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p13_a_dropped_handoff_takes_nothing_more() -> None:
+    world = World().busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
     while world.wire:
         world.deliver()
@@ -153,10 +145,8 @@ def test_p13_a_dropped_handoff_takes_nothing_more(make_world: type[World]) -> No
     assert world.outcome("D") == ["cancelled"]
 
 
-def test_p13_an_expect_that_was_overtaken_by_its_drop_begins_nothing(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p13_an_expect_that_was_overtaken_by_its_drop_begins_nothing() -> None:
+    world = World()
     world.submit_decode()
     expect = world.said(msg.Expect)[0]
     world.wire.remove(expect)
@@ -172,11 +162,9 @@ def test_p13_an_expect_that_was_overtaken_by_its_drop_begins_nothing(
 # ------------------------------------------------------------------ berths
 
 
-def test_p14_a_berth_is_written_to_again_only_when_observed_and_taken(
-    make_world: type[World],
-) -> None:
+def test_p14_a_berth_is_written_to_again_only_when_observed_and_taken() -> None:
     for observed_first in (True, False):
-        world = make_world(layers=3, bounds=ONE_BERTH).busy()
+        world = World(layers=3, bounds=ONE_BERTH).busy()
         world.land()
         steps = [world.observe, lambda w=world: (w.deliver(), w.take(), w.deliver())]
 
@@ -188,8 +176,8 @@ def test_p14_a_berth_is_written_to_again_only_when_observed_and_taken(
         assert [w.write.part for w in world.posted] == [1]
 
 
-def test_p14_no_more_is_in_flight_than_the_credit_allows(make_world: type[World]) -> None:
-    world = make_world(layers=8)
+def test_p14_no_more_is_in_flight_than_the_credit_allows() -> None:
+    world = World(layers=8)
     world.submit_prefill()
     world.submit_decode()
     world.compute()
@@ -207,10 +195,8 @@ def test_p14_no_more_is_in_flight_than_the_credit_allows(make_world: type[World]
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p14_a_release_does_not_return_a_berth_that_the_target_reads(
-    make_world: type[World],
-) -> None:
-    world = make_world(bounds=ONE_BERTH).busy()
+def test_p14_a_release_does_not_return_a_berth_that_the_target_reads() -> None:
+    world = World(bounds=ONE_BERTH).busy()
     world.submit_prefill("i")
     world.submit_decode("i")
     world.compute("i")
@@ -233,10 +219,8 @@ def test_p14_a_release_does_not_return_a_berth_that_the_target_reads(
     }
 
 
-def test_p15_a_stop_is_answered_only_after_the_last_write_was_observed(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p15_a_stop_is_answered_only_after_the_last_write_was_observed() -> None:
+    world = World().busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
 
     answers = []
@@ -248,10 +232,8 @@ def test_p15_a_stop_is_answered_only_after_the_last_write_was_observed(
     assert not world.said(msg.Stopped)[0].poisoned
 
 
-def test_p15_a_stop_after_a_failed_write_is_answered_with_poisoned(
-    make_world: type[World],
-) -> None:
-    world = make_world(layers=1).busy()
+def test_p15_a_stop_after_a_failed_write_is_answered_with_poisoned() -> None:
+    world = World(layers=1).busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
     world.run_messages()
 
@@ -264,8 +246,8 @@ def test_p15_a_stop_after_a_failed_write_is_answered_with_poisoned(
     assert world.parties["d0"].retired_bytes == 2048
 
 
-def test_p15_a_poisoned_stop_lets_others_go_on_in_another_area(make_world: type[World]) -> None:
-    world = make_world(layers=1).busy()
+def test_p15_a_poisoned_stop_lets_others_go_on_in_another_area() -> None:
+    world = World(layers=1).busy()
     world.submit_prefill("i")
     world.submit_decode("i")
     world.run_messages()
@@ -285,10 +267,8 @@ def test_p15_a_poisoned_stop_lets_others_go_on_in_another_area(make_world: type[
     assert {key[2] for key in world.areas} == {1, 2}
 
 
-def test_p16_blocks_are_released_only_after_the_last_write_was_observed(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_blocks_are_released_only_after_the_last_write_was_observed() -> None:
+    world = World().busy()
     world.do("P", lambda p: p.cancel("h", 0.0))
 
     ended = []
@@ -300,10 +280,8 @@ def test_p16_blocks_are_released_only_after_the_last_write_was_observed(
     assert ended == [[], [], [], [], ["cancelled"]]
 
 
-def test_p16_a_prompt_that_was_released_before_it_was_admitted_is_left_alone(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p16_a_prompt_that_was_released_before_it_was_admitted_is_left_alone() -> None:
+    world = World()
     world.submit_prefill(admit=False)
     world.do("P", lambda p: p.cancel("h", 0.0))
     world.run()
@@ -314,9 +292,9 @@ def test_p16_a_prompt_that_was_released_before_it_was_admitted_is_left_alone(
     assert sizes(world.parties["p0"])["prompts"] == 0
 
 
-def moving_for_a_dead_scheduler(make_world: type[World]) -> World:
+def moving_for_a_dead_scheduler() -> World:
     """d0 moves a part for D, which has started again and wants something else."""
-    world = make_world(layers=1)
+    world = World(layers=1)
     for handoff in ("old", "new"):
         world.submit_prefill(handoff)
         world.compute(handoff)
@@ -332,10 +310,8 @@ def moving_for_a_dead_scheduler(make_world: type[World]) -> World:
     return world
 
 
-def test_p13_nothing_is_taken_for_a_scheduler_while_its_earlier_life_is_served(
-    make_world: type[World],
-) -> None:
-    world = moving_for_a_dead_scheduler(make_world)
+def test_p13_nothing_is_taken_for_a_scheduler_while_its_earlier_life_is_served() -> None:
+    world = moving_for_a_dead_scheduler()
     (under_way,) = world.takes
 
     world.run_messages()
@@ -350,10 +326,8 @@ def test_p13_nothing_is_taken_for_a_scheduler_while_its_earlier_life_is_served(
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p13_slots_are_not_given_back_while_an_earlier_life_of_the_scheduler_is_served(
-    make_world: type[World],
-) -> None:
-    world = moving_for_a_dead_scheduler(make_world)
+def test_p13_slots_are_not_given_back_while_an_earlier_life_of_the_scheduler_is_served() -> None:
+    world = moving_for_a_dead_scheduler()
 
     world.do("D", lambda d: d.cancel("new", world.now))
     world.run_messages()
@@ -364,8 +338,8 @@ def test_p13_slots_are_not_given_back_while_an_earlier_life_of_the_scheduler_is_
     assert world.outcome("D") == ["cancelled"]
 
 
-def test_p15_stopped_waits_for_the_writes_of_earlier_epochs(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_p15_stopped_waits_for_the_writes_of_earlier_epochs() -> None:
+    world = World().busy()
     earlier = [write.write for write in world.posted]
     world.do("D", lambda d: d.withdraw("h", 0.0))
     while world.wire:
@@ -392,10 +366,8 @@ def test_p15_stopped_waits_for_the_writes_of_earlier_epochs(make_world: type[Wor
     assert [stopped.epoch for stopped in world.said(msg.Stopped)] == [2]
 
 
-def test_p11_a_part_that_cannot_be_taken_fails_its_handoff_and_gives_its_slots_back(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p11_a_part_that_cannot_be_taken_fails_its_handoff_and_gives_its_slots_back() -> None:
+    world = World().busy()
     world.land()
     world.run_messages()
     name, take = world.takes.pop()
@@ -411,10 +383,8 @@ def test_p11_a_part_that_cannot_be_taken_fails_its_handoff_and_gives_its_slots_b
     world.check_over()
 
 
-def test_p13_a_take_that_fails_while_its_handoff_is_dropped_lets_the_drop_be_answered(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p13_a_take_that_fails_while_its_handoff_is_dropped_lets_the_drop_be_answered() -> None:
+    world = World().busy()
     world.land()
     world.run_messages()
     name, take = world.takes.pop()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,9 +16,7 @@ from hypothesis.stateful import (
 
 from lab.fixtures.handoff_machines import clone, freeze
 from penstock.handoff.protocol.states import DecodeState, HandoffOutcome, PrefillState
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 HANDOFFS = ("a", "b")
 numbers = st.integers(0, 1 << 16)
@@ -31,9 +26,8 @@ handoffs = st.sampled_from(HANDOFFS)
 class Orders(RuleBasedStateMachine):
     """Two handoffs between two engines in which everything can go wrong."""
 
-    def __init__(self, make_world: type[World]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.make_world = make_world
         self.world: World
         self.stray: list[object] = []
         """Writes that failed, and may land yet."""
@@ -48,7 +42,7 @@ class Orders(RuleBasedStateMachine):
         full=st.booleans(),
     )
     def begin(self, source_count: int, target_count: int, layers: int, *, full: bool) -> None:
-        self.world = self.make_world(source_count, target_count, layers=layers, tokens=2)
+        self.world = World(source_count, target_count, layers=layers, tokens=2)
         self.wanted = self.world.everything() if full else self.world.diagonal()
 
     # The two engines.
@@ -218,9 +212,9 @@ class Orders(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("lives", [50, pytest.param(300, marks=pytest.mark.long)])
-def test_p2_everything_ends_once_in_any_order(make_world: type[World], lives: int) -> None:
+def test_p2_everything_ends_once_in_any_order(lives: int) -> None:
     run_state_machine_as_test(
-        partial(Orders, make_world),
+        Orders,
         settings=settings(
             max_examples=lives,
             stateful_step_count=60,

@@ -10,12 +10,12 @@ from lab.fixtures.handoff_machines import freeze, introduce
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.prefill_rank import PrefillRank
+from tests.handoff.protocol.conftest import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.handoff.protocol.party import Party
-    from tests.handoff.protocol.conftest import World
 
 
 def rank_of(world: World) -> PrefillRank:
@@ -54,9 +54,9 @@ def gets_work(world: World) -> list[eff.AnyEffect]:
 
 @pytest.mark.parametrize("learns", [sees_dead, hears_of_the_next, gets_work])
 def test_p16_writes_of_an_earlier_life_of_the_scheduler_are_abandoned(
-    make_world: type[World], learns: Callable[[World], list[eff.AnyEffect]]
+    learns: Callable[[World], list[eff.AnyEffect]],
 ) -> None:
-    world = make_world().busy()
+    world = World().busy()
     under_way = [write.write for write in world.posted]
 
     effects = learns(world)
@@ -66,10 +66,8 @@ def test_p16_writes_of_an_earlier_life_of_the_scheduler_are_abandoned(
     assert "h" not in rank_of(world).prompts
 
 
-def test_p16_what_is_observed_or_of_the_present_life_is_not_abandoned(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_what_is_observed_or_of_the_present_life_is_not_abandoned() -> None:
+    world = World().busy()
     world.land()
     world.observe()
     same = world.parties["P"].life.incarnation
@@ -80,10 +78,8 @@ def test_p16_what_is_observed_or_of_the_present_life_is_not_abandoned(
     assert set(rank_of(world).prompts) == {"h", "other"}
 
 
-def test_p16_a_write_that_is_dropped_gives_its_berth_back_and_lets_a_stop_be_answered(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_a_write_that_is_dropped_gives_its_berth_back_and_lets_a_stop_be_answered() -> None:
+    world = World().busy()
     world.do("D", lambda d: d.cancel("h", 0.0))
     world.run_messages()
     rank = rank_of(world)
@@ -104,10 +100,8 @@ def test_p16_a_write_that_is_dropped_gives_its_berth_back_and_lets_a_stop_be_ans
         rank.write_dropped(writes[0], 2.0)
 
 
-def test_p16_work_of_a_next_life_outlives_the_moment_in_which_it_is_heard_of(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_work_of_a_next_life_outlives_the_moment_in_which_it_is_heard_of() -> None:
+    world = World().busy()
     world.start("P")
     life = world.parties["P"].life.incarnation
 
@@ -118,10 +112,8 @@ def test_p16_work_of_a_next_life_outlives_the_moment_in_which_it_is_heard_of(
     assert rank_of(world).is_open("P")
 
 
-def test_p16_work_of_a_life_that_is_over_is_refused_and_changes_nothing(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p16_work_of_a_life_that_is_over_is_refused_and_changes_nothing() -> None:
+    world = World()
     earlier = world.parties["P"].life.incarnation
     world.start("P")
     world.introduce("P", "p0")
@@ -133,10 +125,8 @@ def test_p16_work_of_a_life_that_is_over_is_refused_and_changes_nothing(
     assert freeze(rank_of(world)) == before
 
 
-def test_p16_of_two_lives_that_were_never_heard_of_the_later_one_is_served(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_of_two_lives_that_were_never_heard_of_the_later_one_is_served() -> None:
+    world = World().busy()
     world.do("p0", lambda p: admitted(p, "second", 501))
 
     world.do("p0", lambda p: admitted(p, "third", 502))
@@ -144,10 +134,8 @@ def test_p16_of_two_lives_that_were_never_heard_of_the_later_one_is_served(
     assert set(rank_of(world).prompts) == {"third"}
 
 
-def test_p16_a_rank_that_knows_no_scheduler_yet_serves_the_one_that_gives_work(
-    make_world: type[World],
-) -> None:
-    world = make_world(acquainted=False)
+def test_p16_a_rank_that_knows_no_scheduler_yet_serves_the_one_that_gives_work() -> None:
+    world = World(acquainted=False)
     life = world.parties["P"].life.incarnation
 
     world.do("p0", lambda p: admitted(p, "first", None))
@@ -158,10 +146,8 @@ def test_p16_a_rank_that_knows_no_scheduler_yet_serves_the_one_that_gives_work(
     assert set(rank_of(world).prompts) == {"first", "second", "third"}
 
 
-def test_p16_work_of_a_life_that_died_before_it_was_heard_of_is_let_go_with_the_next(
-    make_world: type[World],
-) -> None:
-    world = make_world()
+def test_p16_work_of_a_life_that_died_before_it_was_heard_of_is_let_go_with_the_next() -> None:
+    world = World()
     world.do("p0", lambda p: admitted(p, "second", 501))
     world.start("P")
 
@@ -170,8 +156,8 @@ def test_p16_work_of_a_life_that_died_before_it_was_heard_of_is_let_go_with_the_
     assert not rank_of(world).prompts
 
 
-def test_p16_work_of_a_life_that_was_seen_dead_is_refused(make_world: type[World]) -> None:
-    world = make_world()
+def test_p16_work_of_a_life_that_was_seen_dead_is_refused() -> None:
+    world = World()
     dead = world.parties["P"].life.incarnation
     world.do("p0", lambda p: p.suspect("P", 0.0))
 
@@ -179,8 +165,8 @@ def test_p16_work_of_a_life_that_was_seen_dead_is_refused(make_world: type[World
         admitted(rank_of(world), "late", dead)
 
 
-def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: type[World]) -> None:
-    world = make_world()
+def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted() -> None:
+    world = World()
     world.start("P")
     life = world.parties["P"].life
     world.do("p0", lambda p: admitted(p, "next", life.incarnation))
@@ -191,10 +177,8 @@ def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: ty
     assert [released.handoff for released in world.said(msg.Released)] == ["next"]
 
 
-def test_p8_a_prompt_that_lost_its_blocks_is_written_when_it_is_computed_again(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p8_a_prompt_that_lost_its_blocks_is_written_when_it_is_computed_again() -> None:
+    world = World().busy()
     rank = rank_of(world)
     lost = [write.write for write in world.posted]
 
@@ -211,10 +195,8 @@ def test_p8_a_prompt_that_lost_its_blocks_is_written_when_it_is_computed_again(
     assert world.outcome("D") == ["delivered"]
 
 
-def test_p8_what_was_written_before_a_prompt_lost_its_blocks_counts(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p8_what_was_written_before_a_prompt_lost_its_blocks_counts() -> None:
+    world = World().busy()
     world.land()
     world.observe()
     world.run_messages()
@@ -230,10 +212,8 @@ def test_p8_what_was_written_before_a_prompt_lost_its_blocks_counts(
     assert [write.write.part for write in world.posted] == [rest.part]
 
 
-def test_p16_nothing_is_read_of_a_prompt_that_lost_its_blocks_while_it_was_released(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p16_nothing_is_read_of_a_prompt_that_lost_its_blocks_while_it_was_released() -> None:
+    world = World().busy()
     lost = [write.write for write in world.posted]
     world.do("P", lambda p: p.cancel("h", 1.0))
     world.run_messages()
@@ -246,10 +226,8 @@ def test_p16_nothing_is_read_of_a_prompt_that_lost_its_blocks_while_it_was_relea
     assert [released.handoff for released in world.said(msg.Released)] == ["h"]
 
 
-def test_p8_a_prompt_that_was_released_or_never_known_is_not_restarted(
-    make_world: type[World],
-) -> None:
-    world = make_world().busy()
+def test_p8_a_prompt_that_was_released_or_never_known_is_not_restarted() -> None:
+    world = World().busy()
     rank = rank_of(world)
     world.do("P", lambda p: p.cancel("h", 1.0))
     world.drive()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lab.fixtures.handoff_machines import clone
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.party import RoundTrip
 from penstock.handoff.protocol.settings import HandoffTimes
-
-if TYPE_CHECKING:
-    from tests.handoff.protocol.conftest import World
+from tests.handoff.protocol.conftest import World
 
 TIMES = HandoffTimes()
 
@@ -187,8 +183,8 @@ def answer_after(world: World, handoff: str, delay_s: float) -> int:
     return again
 
 
-def test_a_notice_waits_as_long_as_its_target_took_to_answer(make_world: type[World]) -> None:
-    world = make_world(layers=1, times=HandoffTimes(lease_s=1000.0))
+def test_a_notice_waits_as_long_as_its_target_took_to_answer() -> None:
+    world = World(layers=1, times=HandoffTimes(lease_s=1000.0))
 
     again = [answer_after(world, f"h{number}", 6.0) for number in range(12)]
 
@@ -197,10 +193,8 @@ def test_a_notice_waits_as_long_as_its_target_took_to_answer(make_world: type[Wo
     assert again[-6:] == [0] * 6
 
 
-def test_a_notice_waits_no_less_than_before_when_answers_are_quick(
-    make_world: type[World],
-) -> None:
-    world = make_world(layers=1, times=HandoffTimes(lease_s=1000.0))
+def test_a_notice_waits_no_less_than_before_when_answers_are_quick() -> None:
+    world = World(layers=1, times=HandoffTimes(lease_s=1000.0))
     for number in range(6):
         assert answer_after(world, f"h{number}", 0.001) == 0
 
@@ -215,8 +209,8 @@ def test_a_notice_waits_no_less_than_before_when_answers_are_quick(
     assert due - world.now == pytest.approx(world.settings.times.resend_s)
 
 
-def test_closing_is_measured_and_a_clone_measures_for_itself(make_world: type[World]) -> None:
-    world = make_world().busy()
+def test_closing_is_measured_and_a_clone_measures_for_itself() -> None:
+    world = World().busy()
     decode = world.parties["D"]
     world.run()
     twin = clone(decode)
@@ -246,15 +240,13 @@ def stops_in_two_minutes(world: World, *, talks: bool) -> int:
     return count
 
 
-def test_a_source_that_talks_but_answers_late_is_asked_as_seldom_as_the_limit_says(
-    make_world: type[World],
-) -> None:
+def test_a_source_that_talks_but_answers_late_is_asked_as_seldom_as_the_limit_says() -> None:
     # Seeds 64368 and 61318 of the simulator: over a link of 20 messages a second, no answer came
     # before all of those in front of it, and meanwhile every resend made the queue longer.
     times = HandoffTimes(lease_s=1000.0)
 
-    silent = stops_in_two_minutes(make_world(times=times), talks=False)
-    talking = stops_in_two_minutes(make_world(times=times), talks=True)
+    silent = stops_in_two_minutes(World(times=times), talks=False)
+    talking = stops_in_two_minutes(World(times=times), talks=True)
 
     assert silent >= 120.0 / times.resend_cap_s
     assert talking <= 8 + 120.0 / times.resend_limit_s  # 0.25 s doubles to 30 s in seven resends.

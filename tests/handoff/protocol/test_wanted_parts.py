@@ -16,11 +16,10 @@ from penstock.vocabulary.form import Form
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import DType
 from penstock.vocabulary.reshard import plan_reshard
+from tests.handoff.protocol.conftest import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tests.handoff.protocol.conftest import World
 
 
 def engine(
@@ -110,10 +109,10 @@ def test_every_target_gets_all_its_bytes_once(sources: list[Form], targets: list
         assert sizes == dict.fromkeys(sizes, each)
 
 
-def test_a_planned_handoff_is_delivered(make_world: type[World]) -> None:
+def test_a_planned_handoff_is_delivered() -> None:
     sources, targets = engine(ranks=4, stages=2), engine(ranks=2)
     bounds = HandoffBounds(berth_bytes=8192, berth_count=2)
-    world = make_world(8, 2, layers=4, tokens=50, bounds=bounds)
+    world = World(8, 2, layers=4, tokens=50, bounds=bounds)
     world.submit_prefill(admit=False)
     for number, name in enumerate(world.prefill_names):
         layers = range(2) if number < 4 else range(2, 4)
