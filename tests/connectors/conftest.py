@@ -201,23 +201,8 @@ class FakeEngine:
 
 
 @pytest.fixture
-def make_engine() -> type[FakeEngine]:
-    return FakeEngine
-
-
-@pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
-
-
-@pytest.fixture
-def make_request() -> type[FakeRequest]:
-    return FakeRequest
-
-
-@pytest.fixture
-def make_pool() -> type[FakePool]:
-    return FakePool
 
 
 @pytest.fixture

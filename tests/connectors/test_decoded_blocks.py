@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.messages import decode_plan
+from tests.connectors.conftest import FakeEngine, FakeRequest
 
 if TYPE_CHECKING:
     import pytest
@@ -17,12 +18,12 @@ BLOCKS = 16
 
 
 def decode(
-    make_engine: Any, make_request: Any, count: int, pool: int = 8192, host: int = 4096
+    count: int, pool: int = 8192, host: int = 4096
 ) -> tuple[Any, list[Any], list[list[Any]]]:
     """So many requests at once, to the end of their answers: the saves of each step."""
-    engine = make_engine(pool=pool, host=host, window_groups=())
+    engine = FakeEngine(pool=pool, host=host, window_groups=())
     requests = [
-        make_request(f"{number}", [*range(1000 * number, 1000 * number + PROMPT)])
+        FakeRequest(f"{number}", [*range(1000 * number, 1000 * number + PROMPT)])
         for number in range(count)
     ]
     for request in requests:
@@ -52,15 +53,13 @@ def finish(engine: Any, requests: list[Any]) -> None:
         engine.step()
 
 
-def found(engine: Any, make_request: Any, request: Any) -> int:
-    again = make_request(f"again {request.request_id}", request.all_token_ids)
+def found(engine: Any, request: Any) -> int:
+    again = FakeRequest(f"again {request.request_id}", request.all_token_ids)
     return int(engine.scheduler.find_tokens(again, 0))
 
 
-def test_many_decoding_requests_take_a_save_every_other_step(
-    make_engine: Any, make_request: Any
-) -> None:
-    _, _, (prompts, *decoded) = decode(make_engine, make_request, MANY)
+def test_many_decoding_requests_take_a_save_every_other_step() -> None:
+    _, _, (prompts, *decoded) = decode(MANY)
 
     assert len(prompts) == MANY
     # One by one it would be as many as blocks: 64 in every fourth step.
@@ -68,47 +67,39 @@ def test_many_decoding_requests_take_a_save_every_other_step(
     assert max(map(len, decoded)) == MANY // 8
 
 
-def test_few_decoding_requests_are_saved_block_by_block(
-    make_engine: Any, make_request: Any
-) -> None:
-    _, _, (_, *decoded) = decode(make_engine, make_request, 4)
+def test_few_decoding_requests_are_saved_block_by_block() -> None:
+    _, _, (_, *decoded) = decode(4)
 
     assert sum(map(len, decoded)) == 4 * BLOCKS
 
 
-def test_what_was_not_saved_yet_is_saved_when_its_request_ends(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine, requests, _ = decode(make_engine, make_request, MANY)
-    before = [found(engine, make_request, request) for request in requests]
+def test_what_was_not_saved_yet_is_saved_when_its_request_ends() -> None:
+    engine, requests, _ = decode(MANY)
+    before = [found(engine, request) for request in requests]
 
     finish(engine, requests)
 
     assert min(before) < PROMPT + BLOCKS * TOKENS
     whole = [PROMPT + BLOCKS * TOKENS] * MANY
-    assert [found(engine, make_request, request) for request in requests] == whole
+    assert [found(engine, request) for request in requests] == whole
     assert engine.pool.pinned == 0
 
 
-def test_nothing_is_saved_of_a_request_that_ends_before_it_ran(
-    make_engine: Any, make_request: Any
-) -> None:
+def test_nothing_is_saved_of_a_request_that_ends_before_it_ran() -> None:
     """Its tokens may count as computed all the same: another engine was to hand them over."""
-    engine = make_engine(window_groups=())
-    request = make_request("waiting", [*range(PROMPT)])
+    engine = FakeEngine(window_groups=())
+    request = FakeRequest("waiting", [*range(PROMPT)])
     engine.scheduler.follow_request(request, 0)
     engine.allocate(request, 2)
     request.num_computed_tokens = PROMPT
 
     finish(engine, [request])
 
-    assert found(engine, make_request, request) == 0
+    assert found(engine, request) == 0
 
 
-def test_what_finds_no_room_for_pins_at_the_end_is_dropped_and_counted(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine, requests, _ = decode(make_engine, make_request, MANY, pool=1300)
+def test_what_finds_no_room_for_pins_at_the_end_is_dropped_and_counted() -> None:
+    engine, requests, _ = decode(MANY, pool=1300)
     engine.scheduler.counters.take()
 
     finish(engine, requests)
@@ -118,25 +109,23 @@ def test_what_finds_no_room_for_pins_at_the_end_is_dropped_and_counted(
     assert engine.pool.pinned == 0
 
 
-def test_what_finds_no_room_for_pins_costs_nobody_else_his_room(
-    make_engine: Any, make_request: Any
-) -> None:
+def test_what_finds_no_room_for_pins_costs_nobody_else_his_room() -> None:
     kept = MANY * (PROMPT // TOKENS + BLOCKS)
-    engine, requests, _ = decode(make_engine, make_request, MANY, pool=1300, host=kept // 2)
-    before = sum(found(engine, make_request, request) for request in requests)
+    engine, requests, _ = decode(MANY, pool=1300, host=kept // 2)
+    before = sum(found(engine, request) for request in requests)
     engine.scheduler._pins.count = engine.scheduler._pins.limit  # Others have them all.
 
     finish(engine, requests)
 
-    assert sum(found(engine, make_request, request) for request in requests) == before
+    assert sum(found(engine, request) for request in requests) == before
 
 
 def test_a_step_that_completes_no_block_of_a_request_does_not_look_at_it(
-    make_engine: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hundreds of requests decode at once, and the engine's thread pays for each look."""
-    request = make_request("first", range(PROMPT))
-    engine = make_engine(window_groups=())
+    request = FakeRequest("first", range(PROMPT))
+    engine = FakeEngine(window_groups=())
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, PROMPT // TOKENS + BLOCKS)
     looks: set[int] = set()

@@ -15,6 +15,7 @@ from penstock.connectors.base.keys import (
     StoredEvent,
 )
 from penstock.machine.kv_events import EventLog, Snapshot
+from tests.connectors.conftest import FakeEngine, FakeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,15 +33,15 @@ def describe(request: Any, number: int) -> AnnouncedBlock:
     )
 
 
-def engine_with(make_engine: Any) -> tuple[Any, EventAnnouncer]:
+def engine_with() -> tuple[Any, EventAnnouncer]:
     announcer = EventAnnouncer({"host": CPU}, describe=describe)
-    return make_engine(announcer=announcer, host=8), announcer
+    return FakeEngine(announcer=announcer, host=8), announcer
 
 
-def test_blocks_are_announced_when_they_can_be_loaded(make_engine: Any, make_request: Any) -> None:
-    engine, announcer = engine_with(make_engine)
+def test_blocks_are_announced_when_they_can_be_loaded() -> None:
+    engine, announcer = engine_with()
 
-    engine.run(make_request("first", PROMPT))
+    engine.run(FakeRequest("first", PROMPT))
     stored = announcer.take()
 
     assert [event.block.hash[0] for event in stored if isinstance(event, StoredEvent)] == [
@@ -52,13 +53,13 @@ def test_blocks_are_announced_when_they_can_be_loaded(make_engine: Any, make_req
     assert announcer.take() == []
 
 
-def test_blocks_that_make_room_are_taken_back(make_engine: Any, make_request: Any) -> None:
-    engine, announcer = engine_with(make_engine)
-    engine.run(make_request("first", PROMPT))
+def test_blocks_that_make_room_are_taken_back() -> None:
+    engine, announcer = engine_with()
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.finish_request("first")
     announcer.take()
 
-    engine.run(make_request("second", [token + 500 for token in PROMPT]))
+    engine.run(FakeRequest("second", [token + 500 for token in PROMPT]))
     events = announcer.take()
 
     removed = [each for event in events if isinstance(event, RemovedEvent) for each in event.hashes]
@@ -66,9 +67,7 @@ def test_blocks_that_make_room_are_taken_back(make_engine: Any, make_request: An
     assert len([event for event in events if isinstance(event, StoredEvent)]) == 6
 
 
-def test_only_blocks_that_are_being_written_are_remembered(
-    make_engine: Any, make_request: Any
-) -> None:
+def test_only_blocks_that_are_being_written_are_remembered() -> None:
     """What finds no room would otherwise be remembered for good."""
     described = []
 
@@ -77,20 +76,18 @@ def test_only_blocks_that_are_being_written_are_remembered(
         return describe(request, number)
 
     announcer = EventAnnouncer({"host": CPU}, describe=note)
-    engine = make_engine(announcer=announcer, host=4)
+    engine = FakeEngine(announcer=announcer, host=4)
 
-    engine.run(make_request("too long", PROMPT))
+    engine.run(FakeRequest("too long", PROMPT))
 
     stored = [event.block.hash[0] for event in announcer.take() if isinstance(event, StoredEvent)]
     assert 0 < len(stored) <= 4
     assert described == stored
 
 
-def test_a_reset_takes_back_what_lies_here_and_nothing_else(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine, announcer = engine_with(make_engine)
-    engine.run(make_request("first", PROMPT))
+def test_a_reset_takes_back_what_lies_here_and_nothing_else() -> None:
+    engine, announcer = engine_with()
+    engine.run(FakeRequest("first", PROMPT))
     announcer.take()
 
     engine.scheduler.reset("new weights")
@@ -112,8 +109,8 @@ class Tiers:
         self._log = EventLog(event_count)
         self._blocks: dict[str, dict[bytes, None]] = {tier: {} for tier in media}
 
-    def expect(self, make_request: Any, numbers: Sequence[int]) -> None:
-        self.announcer.expect(make_request("any", range(400)), [(n, b"%d" % n) for n in numbers])
+    def expect(self, numbers: Sequence[int]) -> None:
+        self.announcer.expect(FakeRequest("any", range(400)), [(n, b"%d" % n) for n in numbers])
 
     def store(self, tier: str, *numbers: int) -> None:
         keys = [b"%d" % number for number in numbers]
@@ -150,9 +147,9 @@ class Tiers:
         return Snapshot(sequence=self._log.sequence, epoch=0, blocks=blocks)
 
 
-def test_a_block_that_leaves_host_memory_is_still_announced_below_it(make_request: Any) -> None:
+def test_a_block_that_leaves_host_memory_is_still_announced_below_it() -> None:
     tiers = Tiers()
-    tiers.expect(make_request, [1])
+    tiers.expect([1])
     tiers.store("host", 1)
     tiers.store("disk", 1)
     tiers.remove("host", 1)
@@ -167,11 +164,9 @@ def test_a_block_that_leaves_host_memory_is_still_announced_below_it(make_reques
     assert tiers.announced() == [("removed", "CPU", [1]), ("removed", "STORAGE", [1])]
 
 
-def test_of_two_tiers_of_one_medium_the_first_and_the_last_copy_is_announced(
-    make_request: Any,
-) -> None:
+def test_of_two_tiers_of_one_medium_the_first_and_the_last_copy_is_announced() -> None:
     tiers = Tiers()
-    tiers.expect(make_request, [1])
+    tiers.expect([1])
     tiers.store("host", 1)
     tiers.announced()
 
@@ -185,11 +180,9 @@ def test_of_two_tiers_of_one_medium_the_first_and_the_last_copy_is_announced(
     assert tiers.announced() == [("removed", "STORAGE", [1])]
 
 
-def test_of_a_disk_and_a_store_that_others_reach_each_copy_is_announced(
-    make_request: Any,
-) -> None:
+def test_of_a_disk_and_a_store_that_others_reach_each_copy_is_announced() -> None:
     tiers = Tiers(shared=REMOTE)
-    tiers.expect(make_request, [1])
+    tiers.expect([1])
     tiers.store("host", 1)
     tiers.announced()
 
@@ -207,16 +200,14 @@ def test_of_a_disk_and_a_store_that_others_reach_each_copy_is_announced(
     ]
 
 
-def test_blocks_that_no_request_described_are_announced_with_the_first_that_does(
-    make_request: Any,
-) -> None:
+def test_blocks_that_no_request_described_are_announced_with_the_first_that_does() -> None:
     tiers = Tiers()
     tiers.store("shared", 1, 2, 3)
     tiers.store("host", 2)
     before = tiers.announced()
 
-    tiers.expect(make_request, [1])
-    tiers.announcer.describe(make_request("any", range(400)), [(1, b"1"), (2, b"2"), (9, b"9")])
+    tiers.expect([1])
+    tiers.announcer.describe(FakeRequest("any", range(400)), [(1, b"1"), (2, b"2"), (9, b"9")])
     tiers.store("host", 1)
 
     assert before == []
@@ -228,9 +219,9 @@ def test_blocks_that_no_request_described_are_announced_with_the_first_that_does
     ]
 
 
-def test_after_a_reset_every_medium_is_taken_back(make_request: Any) -> None:
+def test_after_a_reset_every_medium_is_taken_back() -> None:
     tiers = Tiers()
-    tiers.expect(make_request, [1, 2])
+    tiers.expect([1, 2])
     tiers.store("host", 1, 2)
     tiers.store("disk", 2)
     tiers.announced()
@@ -242,30 +233,26 @@ def test_after_a_reset_every_medium_is_taken_back(make_request: Any) -> None:
     assert tiers.announced() == [], "it is another block, which nobody has described"
 
 
-def test_a_full_memory_keeps_blocks_of_host_memory_rather_than_those_below(
-    make_request: Any,
-) -> None:
+def test_a_full_memory_keeps_blocks_of_host_memory_rather_than_those_below() -> None:
     tiers = Tiers(held_max=3)
-    tiers.expect(make_request, [1, 2, 3])
+    tiers.expect([1, 2, 3])
     tiers.store("host", 1, 2, 3)
     tiers.store("disk", 1, 2)
     tiers.remove("host", 2)
     tiers.announced()
 
     tiers.store("disk", 7)
-    tiers.expect(make_request, [4])
-    tiers.expect(make_request, [5])
+    tiers.expect([4])
+    tiers.expect([5])
     tiers.store("host", 4, 5)
 
     assert tiers.announced() == [("removed", "STORAGE", [2]), ("stored", "CPU", [4])]
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_when_events_were_dropped_what_is_announced_is_what_is_there(
-    before: int, make_request: Any
-) -> None:
+def test_when_events_were_dropped_what_is_announced_is_what_is_there(before: int) -> None:
     tiers = Tiers(event_count=2)
-    tiers.expect(make_request, [1, 2, 3])
+    tiers.expect([1, 2, 3])
     for number in range(1, before + 1):
         tiers.store("host", number)
         tiers.announced()

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 from penstock.connectors.base.worker import WorkerConnector
+from tests.connectors.conftest import FakeRequest
 
 TOKENS = 4
 PROMPTS = [list(range(start, start + 26)) for start in (100, 200, 300)]
 
 
 @pytest.fixture
-def loading(engine: Any, make_request: Any) -> Any:
+def loading(engine: Any) -> Any:
     """Three requests whose loads begin in one step."""
     for number, prompt in enumerate(PROMPTS):
-        engine.run(make_request(f"first-{number}", prompt))
+        engine.run(FakeRequest(f"first-{number}", prompt))
     for number, prompt in enumerate(PROMPTS):
-        request = make_request(f"again-{number}", prompt)
+        request = FakeRequest(f"again-{number}", prompt)
         matched = engine.scheduler.find_tokens(request, 0)
         engine.scheduler.start_load(request, engine.allocate(request, 7), matched)
     return engine

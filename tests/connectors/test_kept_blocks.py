@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.connectors.conftest import FakeEngine, FakeRequest
+
 PROMPT = list(range(100, 126))
 BLOCKS = len(PROMPT) // 4
 POOL = 40
@@ -13,8 +15,8 @@ POOL = 40
 
 
 @pytest.fixture
-def engine(make_engine: Any) -> Any:
-    return make_engine(pool=POOL, window_groups=())
+def engine() -> Any:
+    return FakeEngine(pool=POOL, window_groups=())
 
 
 def begin(engine: Any, request: Any, *, tokens: int) -> Any:
@@ -34,10 +36,8 @@ def work(engine: Any, *plans: Any) -> None:
     engine.scheduler.apply_reports(engine.worker.take_reports())
 
 
-def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(
-    engine: Any, make_request: Any
-) -> None:
-    reported = begin(engine, make_request("first", PROMPT), tokens=26)
+def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(engine: Any) -> None:
+    reported = begin(engine, FakeRequest("first", PROMPT), tokens=26)
     pinned = engine.pool.pinned
     work(engine, reported)
 
@@ -46,18 +46,16 @@ def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(
     assert not engine.scheduler.pending
 
 
-def test_where_blocks_do_not_stay_every_save_is_pinned(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(pool=POOL)
+def test_where_blocks_do_not_stay_every_save_is_pinned() -> None:
+    engine = FakeEngine(pool=POOL)
 
-    begin(engine, make_request("first", PROMPT), tokens=26)
+    begin(engine, FakeRequest("first", PROMPT), tokens=26)
 
     assert engine.pool.pinned == 2
 
 
-def test_what_is_still_read_when_a_request_ends_is_pinned_as_far_as_pins_go(
-    engine: Any, make_request: Any
-) -> None:
-    request = make_request("first", PROMPT)
+def test_what_is_still_read_when_a_request_ends_is_pinned_as_far_as_pins_go(engine: Any) -> None:
+    request = FakeRequest("first", PROMPT)
     plans = [begin(engine, request, tokens=4), begin(engine, request, tokens=22)]
 
     engine.scheduler.finish_request("first")
@@ -71,38 +69,34 @@ def test_what_is_still_read_when_a_request_ends_is_pinned_as_far_as_pins_go(
     assert counted["blocks_dropped_pinned"] == BLOCKS - 1
     assert "saves_failed" not in counted
     assert engine.pool.pinned == 0
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 4
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 4
     engine.offload.audit()
 
 
-def test_a_preempted_request_leaves_nothing_that_was_read_too_late(
-    engine: Any, make_request: Any
-) -> None:
-    reported = begin(engine, make_request("first", PROMPT), tokens=26)
+def test_a_preempted_request_leaves_nothing_that_was_read_too_late(engine: Any) -> None:
+    reported = begin(engine, FakeRequest("first", PROMPT), tokens=26)
 
     after = engine.scheduler.plan_step({}, engine.tables.__getitem__, {"first"})
     engine.kv[:] = 7.0
     work(engine, reported, after)
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 0
     engine.offload.audit()
 
 
-def test_a_request_that_begins_anew_leaves_nothing_that_was_read_too_late(
-    engine: Any, make_request: Any
-) -> None:
-    request = make_request("first", PROMPT)
+def test_a_request_that_begins_anew_leaves_nothing_that_was_read_too_late(engine: Any) -> None:
+    request = FakeRequest("first", PROMPT)
     reported = begin(engine, request, tokens=26)
 
     engine.scheduler.find_tokens(request, 0)
     engine.kv[:] = 7.0
     work(engine, reported, engine.scheduler.plan_step({}, engine.tables.__getitem__))
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 0
 
 
-def test_a_step_in_which_nothing_happens_has_no_plan(engine: Any, make_request: Any) -> None:
-    request = make_request("first", PROMPT)
+def test_a_step_in_which_nothing_happens_has_no_plan(engine: Any) -> None:
+    request = FakeRequest("first", PROMPT)
     work(engine, begin(engine, request, tokens=26))
     begin(engine, request, tokens=0)
 

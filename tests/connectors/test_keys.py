@@ -20,6 +20,7 @@ from penstock.connectors.base.keys import (
     tenant_of,
 )
 from penstock.vocabulary.hints import RetentionHints
+from tests.connectors.conftest import FakeRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,21 +49,21 @@ def image(identifier: str, offset: int, modality: str = "image") -> Any:
     )
 
 
-def test_the_same_request_has_the_same_keys(make_request: Any) -> None:
-    assert keys_of(make_request("a", TOKENS)) == keys_of(make_request("b", TOKENS))
-    assert len(keys_of(make_request("a", TOKENS))) == 3
+def test_the_same_request_has_the_same_keys() -> None:
+    assert keys_of(FakeRequest("a", TOKENS)) == keys_of(FakeRequest("b", TOKENS))
+    assert len(keys_of(FakeRequest("a", TOKENS))) == 3
 
 
-def test_keys_come_as_tokens_become_known(make_request: Any) -> None:
-    request = make_request("a", TOKENS[:6])
+def test_keys_come_as_tokens_become_known() -> None:
+    request = FakeRequest("a", TOKENS[:6])
     keys = RequestKeys(CHAINS, request)
 
     assert len(keys.upto(100)) == 1
     request.all_token_ids += TOKENS[6:]
-    assert keys.upto(100) == keys_of(make_request("b", TOKENS))
+    assert keys.upto(100) == keys_of(FakeRequest("b", TOKENS))
 
 
-def test_no_token_is_hashed_twice(make_request: Any) -> None:
+def test_no_token_is_hashed_twice() -> None:
     class Once(list[int]):
         asked = 0
 
@@ -71,7 +72,7 @@ def test_no_token_is_hashed_twice(make_request: Any) -> None:
             Once.asked += len(found)
             return found
 
-    request = make_request("a", TOKENS)
+    request = FakeRequest("a", TOKENS)
     request.all_token_ids = Once(TOKENS)
     keys = RequestKeys(CHAINS, request)
 
@@ -86,9 +87,9 @@ def drafted_keys(request: Any, *, name: str = "eagle:a", ahead: int = 1) -> list
     return list(RequestKeys(chains, request).upto(100))
 
 
-def test_with_layers_that_draft_a_key_names_the_tokens_behind_its_block(make_request: Any) -> None:
-    request = make_request("a", TOKENS)
-    other = make_request("a", [*TOKENS[:8], 7, *TOKENS[9:]])
+def test_with_layers_that_draft_a_key_names_the_tokens_behind_its_block() -> None:
+    request = FakeRequest("a", TOKENS)
+    other = FakeRequest("a", [*TOKENS[:8], 7, *TOKENS[9:]])
 
     keys = drafted_keys(request)
 
@@ -100,10 +101,8 @@ def test_with_layers_that_draft_a_key_names_the_tokens_behind_its_block(make_req
     assert len({keys[0], drafted_keys(request, ahead=0)[0], drafted_keys(request, ahead=2)[0]}) == 3
 
 
-def test_with_layers_that_draft_a_key_comes_with_the_tokens_behind_its_block(
-    make_request: Any,
-) -> None:
-    request = make_request("a", TOKENS[:8])
+def test_with_layers_that_draft_a_key_comes_with_the_tokens_behind_its_block() -> None:
+    request = FakeRequest("a", TOKENS[:8])
     chains = KeyChains(CONFIG, drafts=Drafts(name="mtp", ahead=2))
     keys = RequestKeys(chains, request)
     counts = []
@@ -117,26 +116,26 @@ def test_with_layers_that_draft_a_key_comes_with_the_tokens_behind_its_block(
     assert keys.upto(100) == list(RequestKeys(chains, request).upto(100))
 
 
-def test_with_layers_that_draft_an_image_behind_a_block_is_in_its_key(make_request: Any) -> None:
-    plain = drafted_keys(make_request("a", TOKENS))
-    found = [drafted_keys(make_request("a", TOKENS, mm_features=[image(name, 4)])) for name in "xy"]
+def test_with_layers_that_draft_an_image_behind_a_block_is_in_its_key() -> None:
+    plain = drafted_keys(FakeRequest("a", TOKENS))
+    found = [drafted_keys(FakeRequest("a", TOKENS, mm_features=[image(name, 4)])) for name in "xy"]
 
     assert len({plain[0], found[0][0], found[1][0]}) == 3
 
 
-def test_a_salt_is_not_an_adapter(make_request: Any) -> None:
+def test_a_salt_is_not_an_adapter() -> None:
     """vLLM mixes the two in one list of extra keys."""
-    plain = keys_of(make_request("a", TOKENS))
-    salted = keys_of(make_request("a", TOKENS, cache_salt="x"))
-    adapted = keys_of(make_request("a", TOKENS, lora_request=lora("x", "")))
+    plain = keys_of(FakeRequest("a", TOKENS))
+    salted = keys_of(FakeRequest("a", TOKENS, cache_salt="x"))
+    adapted = keys_of(FakeRequest("a", TOKENS, lora_request=lora("x", "")))
 
     assert len({plain[0], salted[0], adapted[0]}) == 3
 
 
-def test_a_name_given_to_another_adapter_is_another_adapter(make_request: Any) -> None:
-    one = keys_of(make_request("a", TOKENS, lora_request=lora("x", "/one")))
-    two = keys_of(make_request("a", TOKENS, lora_request=lora("x", "/two")))
-    moved = keys_of(make_request("a", TOKENS, lora_request=lora("x:", "/one")))
+def test_a_name_given_to_another_adapter_is_another_adapter() -> None:
+    one = keys_of(FakeRequest("a", TOKENS, lora_request=lora("x", "/one")))
+    two = keys_of(FakeRequest("a", TOKENS, lora_request=lora("x", "/two")))
+    moved = keys_of(FakeRequest("a", TOKENS, lora_request=lora("x:", "/one")))
 
     assert len({one[0], two[0], moved[0]}) == 3
 
@@ -151,13 +150,13 @@ def keys_after_a_restart(request: Any) -> bytes:
 
 
 def test_an_adapter_whose_files_were_replaced_has_other_keys_after_a_restart(
-    make_request: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """The engine before may have left blocks of the old adapter on a disk."""
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"old")
     os.utime(weights, ns=(1, 1))
-    request = make_request("a", TOKENS, lora_request=lora("x", str(tmp_path)))
+    request = FakeRequest("a", TOKENS, lora_request=lora("x", str(tmp_path)))
     before, unchanged = keys_after_a_restart(request), keys_after_a_restart(request)
     weights.write_bytes(b"new")
     os.utime(weights, ns=(2, 2))
@@ -166,38 +165,36 @@ def test_an_adapter_whose_files_were_replaced_has_other_keys_after_a_restart(
     assert keys_after_a_restart(request) != before
 
 
-def test_an_adapter_without_a_folder_of_files_is_found_in_one_engine_only(
-    make_request: Any,
-) -> None:
-    request = make_request("a", TOKENS, lora_request=lora("x", "someone/adapter"))
+def test_an_adapter_without_a_folder_of_files_is_found_in_one_engine_only() -> None:
+    request = FakeRequest("a", TOKENS, lora_request=lora("x", "someone/adapter"))
 
     assert keys_after_a_restart(request) != keys_after_a_restart(request)
     assert keys_of(request) == keys_of(request)
 
 
 @pytest.mark.parametrize("salt", ["x" * 100_000, "\ud800", "a\x00b"])
-def test_any_salt_a_client_sends_makes_keys(make_request: Any, salt: str) -> None:
-    assert keys_of(make_request("a", TOKENS, cache_salt=salt)) != keys_of(
-        make_request("a", TOKENS, cache_salt=salt + "y")
+def test_any_salt_a_client_sends_makes_keys(salt: str) -> None:
+    assert keys_of(FakeRequest("a", TOKENS, cache_salt=salt)) != keys_of(
+        FakeRequest("a", TOKENS, cache_salt=salt + "y")
     )
 
 
-def test_media_count_from_the_block_they_begin_in(make_request: Any) -> None:
-    plain = keys_of(make_request("a", TOKENS))
-    one = keys_of(make_request("a", TOKENS, mm_features=[image("i", 5)]))
-    other = keys_of(make_request("a", TOKENS, mm_features=[image("j", 5)]))
-    later = keys_of(make_request("a", TOKENS, mm_features=[image("i", 6)]))
-    sound = keys_of(make_request("a", TOKENS, mm_features=[image("i", 5, "audio")]))
+def test_media_count_from_the_block_they_begin_in() -> None:
+    plain = keys_of(FakeRequest("a", TOKENS))
+    one = keys_of(FakeRequest("a", TOKENS, mm_features=[image("i", 5)]))
+    other = keys_of(FakeRequest("a", TOKENS, mm_features=[image("j", 5)]))
+    later = keys_of(FakeRequest("a", TOKENS, mm_features=[image("i", 6)]))
+    sound = keys_of(FakeRequest("a", TOKENS, mm_features=[image("i", 5, "audio")]))
 
     assert plain[0] == one[0] == other[0] == later[0]
     assert len({keys[1] for keys in (plain, one, other, later, sound)}) == 5
 
 
-def test_media_in_any_order_are_taken_by_position(make_request: Any) -> None:
+def test_media_in_any_order_are_taken_by_position() -> None:
     there, here = image("i", 9), image("j", 1)
 
-    assert keys_of(make_request("a", TOKENS, mm_features=[there, here])) == keys_of(
-        make_request("a", TOKENS, mm_features=[here, there])
+    assert keys_of(FakeRequest("a", TOKENS, mm_features=[there, here])) == keys_of(
+        FakeRequest("a", TOKENS, mm_features=[here, there])
     )
 
 
@@ -219,19 +216,17 @@ def test_media_in_any_order_are_taken_by_position(make_request: Any) -> None:
         ({"kv_transfer_params": {"penstock": {"load": False, "save": False}}}, False, False),
     ],
 )
-def test_a_request_may_stay_out(
-    make_request: Any, how: dict[str, Any], *, load: bool, save: bool
-) -> None:
-    options = read_options(make_request("a", TOKENS, **how))
+def test_a_request_may_stay_out(how: dict[str, Any], *, load: bool, save: bool) -> None:
+    options = read_options(FakeRequest("a", TOKENS, **how))
 
     assert (options.load, options.save) == (load, save)
     assert not options.error
 
 
-def test_a_salt_is_a_tenant_where_a_quota_names_it_or_is_for_everybody(make_request: Any) -> None:
+def test_a_salt_is_a_tenant_where_a_quota_names_it_or_is_for_everybody() -> None:
     def tenants(quotas: dict[str, float]) -> list[str]:
         salts = ("acme", "another", None, "x" * 1000)
-        return [tenant_of(make_request("a", [1], cache_salt=salt), quotas) for salt in salts]
+        return [tenant_of(FakeRequest("a", [1], cache_salt=salt), quotas) for salt in salts]
 
     assert tenants({}) == ["", "", "", ""]
     assert tenants({"acme": 0.5}) == ["acme", "", "", ""]
@@ -246,10 +241,8 @@ def test_a_salt_is_a_tenant_where_a_quota_names_it_or_is_for_everybody(make_requ
 @pytest.mark.parametrize(
     "value", [-101, 10**400, math.nan, math.inf, "", "x" * (1 << 20), "\ud800", [], {}]
 )
-def test_a_hostile_hint_keeps_its_request_out_and_says_so_shortly(
-    make_request: Any, name: str, value: object
-) -> None:
-    options = read_options(make_request("a", [1], kv_transfer_params={"penstock": {name: value}}))
+def test_a_hostile_hint_keeps_its_request_out_and_says_so_shortly(name: str, value: object) -> None:
+    options = read_options(FakeRequest("a", [1], kv_transfer_params={"penstock": {name: value}}))
 
     assert not options.load
     assert not options.save
@@ -257,11 +250,11 @@ def test_a_hostile_hint_keeps_its_request_out_and_says_so_shortly(
     assert len(options.error) < 300
 
 
-def test_a_request_may_have_hints(make_request: Any) -> None:
+def test_a_request_may_have_hints() -> None:
     hints = {"over": True, "ttl_s": 30, "priority": 5}
     told = {"kv_transfer_params": {"penstock": {"save": False, **hints}}}
 
-    options = read_options(make_request("a", TOKENS, **told))
+    options = read_options(FakeRequest("a", TOKENS, **told))
 
     assert (options.load, options.save) == (True, False)
     assert options.hints == RetentionHints(priority=5, ttl_s=30.0, keep_tokens=0)
@@ -308,10 +301,8 @@ def nested(depth: int) -> list[object]:
         ({"penstock": "line\nbreak"}, "kv_transfer_params.penstock is 'line\\nbreak'"),
     ],
 )
-def test_what_is_not_exactly_right_keeps_a_request_out(
-    make_request: Any, parameters: Any, said: str
-) -> None:
-    options = read_options(make_request("a", TOKENS, kv_transfer_params=parameters))
+def test_what_is_not_exactly_right_keeps_a_request_out(parameters: Any, said: str) -> None:
+    options = read_options(FakeRequest("a", TOKENS, kv_transfer_params=parameters))
 
     assert (options.load, options.save) == (False, False)
     assert said in options.error
@@ -319,22 +310,20 @@ def test_what_is_not_exactly_right_keeps_a_request_out(
     assert "\n" not in options.error
 
 
-def test_a_prompt_of_embeddings_with_wrong_parameters_is_reported_as_well(
-    make_request: Any,
-) -> None:
+def test_a_prompt_of_embeddings_with_wrong_parameters_is_reported_as_well() -> None:
     how = {"prompt_embeds": object(), "kv_transfer_params": {"penstock": None}}
 
-    options = read_options(make_request("a", TOKENS, **how))
+    options = read_options(FakeRequest("a", TOKENS, **how))
 
     assert (options.load, options.save) == (False, False)
     assert options.error
 
 
-def test_chains_of_many_salts_are_bounded_and_the_same_again(make_request: Any) -> None:
+def test_chains_of_many_salts_are_bounded_and_the_same_again() -> None:
     chains = KeyChains(CONFIG)
 
     def keys(salt: str) -> list[bytes]:
-        request = make_request("one", range(16), cache_salt=salt)
+        request = FakeRequest("one", range(16), cache_salt=salt)
         return list(RequestKeys(chains, request).upto(4))
 
     first = keys("salt 0")

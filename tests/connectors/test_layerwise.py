@@ -18,6 +18,7 @@ from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.errors import InvariantViolation
 from penstock.runtime.messages import decode_plan
+from tests.connectors.conftest import FakePool, FakeRequest
 
 TOKENS, LAYERS, POOL = 4, 3, 64
 NAMES = {f"model.layers.{number}.attn": number for number in range(LAYERS)}
@@ -63,12 +64,7 @@ class Layered:
     """Scheduler and worker in one process, as vLLM calls them with `layerwise`."""
 
     def __init__(
-        self,
-        make_pool: Any,
-        *,
-        blocks_max: int = 32,
-        wait_s: float = 30.0,
-        ahead: Asynchronous | None = None,
+        self, *, blocks_max: int = 32, wait_s: float = 30.0, ahead: Asynchronous | None = None
     ) -> None:
         self.config = penstock.parse_config(
             f"""
@@ -84,7 +80,7 @@ class Layered:
         self.withheld: list[tuple[str, list[int], int]] = []
         self.tables: dict[str, list[list[int]]] = {}
         self.scheduled: dict[str, Any] = {}
-        self.pins = Pins(make_pool(400))
+        self.pins = Pins(FakePool(400))
         self.scheduler = SchedulerConnector(
             self.config,
             self.offload,
@@ -175,14 +171,14 @@ def rows_of(host: Any, slot: int) -> Any:
 
 
 @pytest.fixture
-def engine(make_pool: Any, make_request: Any) -> Layered:
-    layered = Layered(make_pool)
-    layered.keep(make_request("first", PROMPT))
+def engine() -> Layered:
+    layered = Layered()
+    layered.keep(FakeRequest("first", PROMPT))
     return layered
 
 
-def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered, make_request: Any) -> None:
-    again = make_request("again", PROMPT)
+def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
 
     assert engine.ask(again) == (FULL * TOKENS, True)
     engine.place(again, 20, FULL * TOKENS)
@@ -193,14 +189,14 @@ def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered, make_re
     assert not reported.loads
 
 
-def test_a_step_on_loads_has_a_last_block_to_compute(engine: Layered, make_request: Any) -> None:
-    whole = make_request("whole", PROMPT[: FULL * TOKENS])
+def test_a_step_on_loads_has_a_last_block_to_compute(engine: Layered) -> None:
+    whole = FakeRequest("whole", PROMPT[: FULL * TOKENS])
 
     assert engine.ask(whole) == ((FULL - 1) * TOKENS, True)
 
 
-def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_request: Any) -> None:
-    again = make_request("again", PROMPT)
+def test_the_first_layer_that_needs_blocks_has_them(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -215,10 +211,8 @@ def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_reques
     assert all(after)
 
 
-def test_without_layers_to_wait_at_all_is_there_before_the_step(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_without_layers_to_wait_at_all_is_there_before_the_step(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -232,10 +226,8 @@ def test_without_layers_to_wait_at_all_is_there_before_the_step(
     assert not received.invalid_blocks
 
 
-def test_vllm_gets_no_report_of_a_request_it_does_not_wait_for(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_vllm_gets_no_report_of_a_request_it_does_not_wait_for(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -251,10 +243,8 @@ def test_vllm_gets_no_report_of_a_request_it_does_not_wait_for(
     engine.offload.audit()
 
 
-def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again, held=2 * TOKENS)
 
     row = engine.place(again, 20, matched)
@@ -262,10 +252,8 @@ def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(
     assert engine.withheld == [("again", row[2:], 2)]
 
 
-def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -283,10 +271,10 @@ def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(
 
 
 def test_a_request_whose_step_was_taken_back_is_known_when_it_is_planned_again(
-    engine: Layered, make_request: Any
+    engine: Layered,
 ) -> None:
     """Workers that count a request's tokens by themselves must be told."""
-    sound, damaged = make_request("sound", PROMPT), make_request("damaged", PROMPT)
+    sound, damaged = FakeRequest("sound", PROMPT), FakeRequest("damaged", PROMPT)
     for at, request in enumerate((sound, damaged)):
         matched, _ = engine.ask(request)
         engine.place(request, 20 + 10 * at, matched)
@@ -306,12 +294,10 @@ def test_a_request_whose_step_was_taken_back_is_known_when_it_is_planned_again(
     assert engine.scheduler.taken_back == []
 
 
-def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified(
-    make_pool: Any, make_request: Any
-) -> None:
-    engine = Layered(make_pool)
-    engine.keep(make_request("first", PROMPT[:13]))
-    longer = make_request("longer", PROMPT)
+def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified() -> None:
+    engine = Layered()
+    engine.keep(FakeRequest("first", PROMPT[:13]))
+    longer = FakeRequest("longer", PROMPT)
     matched, _ = engine.ask(longer)
     engine.place(longer, 20, matched)
 
@@ -322,21 +308,19 @@ def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified(
     step.end()
     engine.receive()
     longer.num_computed_tokens = 26
-    meanwhile = engine.ask(make_request("meanwhile", PROMPT))
+    meanwhile = engine.ask(FakeRequest("meanwhile", PROMPT))
     engine.step({"longer": 1}).end()
     engine.receive()
 
     assert matched == meanwhile[0] == 3 * TOKENS
     assert step.reported.plan is None
-    assert engine.ask(make_request("again", PROMPT))[0] == FULL * TOKENS
+    assert engine.ask(FakeRequest("again", PROMPT))[0] == FULL * TOKENS
 
 
-def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody(
-    make_pool: Any, make_request: Any
-) -> None:
-    engine = Layered(make_pool)
-    engine.keep(make_request("first", PROMPT[:13]))
-    longer = make_request("longer", PROMPT)
+def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody() -> None:
+    engine = Layered()
+    engine.keep(FakeRequest("first", PROMPT[:13]))
+    longer = FakeRequest("longer", PROMPT)
     matched, _ = engine.ask(longer)
     row = engine.place(longer, 20, matched)
 
@@ -353,14 +337,12 @@ def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody(
     engine.receive()
 
     assert received.invalid_blocks == {row[1]}
-    assert engine.ask(make_request("again", PROMPT))[0] == TOKENS
+    assert engine.ask(FakeRequest("again", PROMPT))[0] == TOKENS
     engine.offload.audit()
 
 
-def test_a_step_whose_layers_did_not_wait_counts_for_nothing(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_a_step_whose_layers_did_not_wait_counts_for_nothing(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -373,10 +355,8 @@ def test_a_step_whose_layers_did_not_wait_counts_for_nothing(
     assert received.invalid_blocks == set(row[:FULL])
 
 
-def test_a_step_that_nobody_announced_counts_for_nothing(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_a_step_that_nobody_announced_counts_for_nothing(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
 
@@ -385,12 +365,10 @@ def test_a_step_that_nobody_announced_counts_for_nothing(
     assert received.invalid_blocks == set(row[:FULL])
 
 
-def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more(
-    make_pool: Any, make_request: Any
-) -> None:
-    engine = Layered(make_pool, wait_s=0.0)
-    engine.keep(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more() -> None:
+    engine = Layered(wait_s=0.0)
+    engine.keep(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     row = engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -409,10 +387,8 @@ def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more(
     engine.offload.audit()
 
 
-def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(
-    engine: Layered, make_request: Any
-) -> None:
-    again = make_request("again", PROMPT)
+def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     matched, _ = engine.ask(again)
     engine.place(again, 20, matched)
     step = engine.step({"again": 2})
@@ -427,10 +403,8 @@ def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(
     assert "loads_failed" not in counted
 
 
-def test_two_requests_on_one_prefix_load_it_each_for_itself(
-    engine: Layered, make_request: Any
-) -> None:
-    requests = [make_request(name, PROMPT) for name in ("one", "two")]
+def test_two_requests_on_one_prefix_load_it_each_for_itself(engine: Layered) -> None:
+    requests = [FakeRequest(name, PROMPT) for name in ("one", "two")]
     rows = []
     for number, request in enumerate(requests):
         matched, joins = engine.ask(request)
@@ -447,10 +421,10 @@ def test_two_requests_on_one_prefix_load_it_each_for_itself(
     assert [name for name, _, _ in engine.withheld] == ["one", "two"]
 
 
-def test_a_hit_that_would_stall_a_step_is_loaded_apart(make_pool: Any, make_request: Any) -> None:
-    engine = Layered(make_pool, blocks_max=FULL + 1)
-    engine.keep(make_request("first", PROMPT))
-    one, two = make_request("one", PROMPT), make_request("two", PROMPT)
+def test_a_hit_that_would_stall_a_step_is_loaded_apart() -> None:
+    engine = Layered(blocks_max=FULL + 1)
+    engine.keep(FakeRequest("first", PROMPT))
+    one, two = FakeRequest("one", PROMPT), FakeRequest("two", PROMPT)
 
     first = engine.ask(one)
     engine.place(one, 20, first[0])
@@ -463,12 +437,10 @@ def test_a_hit_that_would_stall_a_step_is_loaded_apart(make_pool: Any, make_requ
     assert [loading.request for loading in reported.loads] == ["two"]
 
 
-def test_nothing_joins_behind_a_load_that_no_step_waits_for(
-    make_pool: Any, make_request: Any
-) -> None:
-    engine = Layered(make_pool, blocks_max=2)
-    engine.keep(make_request("first", PROMPT))
-    long, short = make_request("long", PROMPT), make_request("short", PROMPT[:9])
+def test_nothing_joins_behind_a_load_that_no_step_waits_for() -> None:
+    engine = Layered(blocks_max=2)
+    engine.keep(FakeRequest("first", PROMPT))
+    long, short = FakeRequest("long", PROMPT), FakeRequest("short", PROMPT[:9])
     engine.place(long, 20, engine.ask(long)[0])
 
     during = engine.ask(short)
@@ -482,15 +454,13 @@ def test_nothing_joins_behind_a_load_that_no_step_waits_for(
     assert (during, after) == ((8, False), (8, True))
 
 
-def test_a_step_joins_no_more_loads_than_a_device_has_in_flight(
-    make_pool: Any, make_request: Any
-) -> None:
-    engine = Layered(make_pool, blocks_max=1000)
-    engine.keep(make_request("first", PROMPT))
+def test_a_step_joins_no_more_loads_than_a_device_has_in_flight() -> None:
+    engine = Layered(blocks_max=1000)
+    engine.keep(FakeRequest("first", PROMPT))
 
     joined = []
     for number in range(LOADS_MAX + 1):
-        request = make_request(f"request-{number}", PROMPT[:9])
+        request = FakeRequest(f"request-{number}", PROMPT[:9])
         matched, joins = engine.ask(request)
         engine.place(request, 10 + 4 * number, matched)
         joined.append(joins)
@@ -502,8 +472,8 @@ def test_a_step_waits_for_no_more_than_steps_copy_anyway(engine: Layered) -> Non
     assert joined_blocks([engine.rank.facts]) == (64 << 20) // engine.rank.facts.block_bytes
 
 
-def test_a_step_after_that_is_a_step_like_any_other(engine: Layered, make_request: Any) -> None:
-    again = make_request("again", PROMPT)
+def test_a_step_after_that_is_a_step_like_any_other(engine: Layered) -> None:
+    again = FakeRequest("again", PROMPT)
     engine.place(again, 20, engine.ask(again)[0])
     step = engine.step({"again": 2})
     step.begin()
@@ -524,15 +494,15 @@ def ahead() -> Asynchronous:
 
 
 @pytest.fixture
-def planned(ahead: Asynchronous, make_pool: Any, make_request: Any) -> tuple[Layered, Step]:
+def planned(ahead: Asynchronous) -> tuple[Layered, Step]:
     """An engine that plans ahead, and a step that a request has joined; its results are not there.
 
     The step before it, of another request, has not ended either.
     """
-    engine = Layered(make_pool, ahead=ahead)
-    engine.keep(make_request("first", PROMPT))
+    engine = Layered(ahead=ahead)
+    engine.keep(FakeRequest("first", PROMPT))
     before = engine.step({"first": 1})
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     matched, joins = engine.ask(again)
     assert joins
     engine.place(again, 20, matched)
@@ -602,11 +572,11 @@ def test_what_a_step_gives_for_a_request_that_lost_its_blocks_meanwhile_is_not_u
 
 
 def test_a_request_that_starts_over_at_once_waits_for_its_new_step(
-    planned: tuple[Layered, Step], ahead: Asynchronous, make_request: Any
+    planned: tuple[Layered, Step], ahead: Asynchronous
 ) -> None:
     """As after a reset of vLLM's prefix cache, which drops what was under way itself."""
     engine, step = planned
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     engine.scheduler.finish_request("again")
     engine.place(again, 30, engine.ask(again)[0])
     next_step = engine.step({"again": 2}, preempted=("again",))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from penstock.connectors.base.statistics import (
@@ -11,9 +9,7 @@ from penstock.connectors.base.statistics import (
     STEPS_PLANNED_MAX,
     PrefillTimer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.connectors.conftest import FakeEngine, FakeRequest
 
 BIG = STEP_TOKENS_MIN
 
@@ -138,30 +134,28 @@ def test_results_without_a_planned_step_are_not_reported(
 
 
 def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_could_load_it(
-    make_engine: Callable[..., Any], make_request: Callable[..., Any], clock: Clock
+    clock: Clock,
 ) -> None:
-    engine = make_engine(host=256, clock=clock)
-    story = make_request("story", range(BIG + 1))
+    engine = FakeEngine(host=256, clock=clock)
+    story = FakeRequest("story", range(BIG + 1))
     engine.run(story)
-    assert engine.scheduler.find_tokens(make_request("again", range(9)), 0) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("again", range(9)), 0) == 8
 
     # A hundred thousand tokens a second: five milliseconds are 500 of them.
-    engine.allocate(make_request("other", ()), 128)
+    engine.allocate(FakeRequest("other", ()), 128)
     engine.scheduler.plan_step({"other": 512}, engine.tables.__getitem__)
     clock.now += 512 / 100_000
     engine.scheduler.apply_reports((), engine.scheduler.timed_step)
 
     assert engine.offload.statistics().prefill_tokens_per_s == pytest.approx(100_000)
-    assert engine.scheduler.find_tokens(make_request("short", range(9)), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("short", range(9)), 0) == 0
     assert engine.offload.statistics().misses["recompute is quicker"] == 1
 
 
-def test_without_a_measured_speed_every_hit_is_loaded(
-    make_engine: Callable[..., Any], make_request: Callable[..., Any]
-) -> None:
-    engine = make_engine()
+def test_without_a_measured_speed_every_hit_is_loaded() -> None:
+    engine = FakeEngine()
 
-    engine.run(make_request("story", range(9)))
+    engine.run(FakeRequest("story", range(9)))
 
     assert engine.offload.statistics().prefill_tokens_per_s is None
-    assert engine.scheduler.find_tokens(make_request("again", range(9)), 0) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("again", range(9)), 0) == 8

@@ -11,6 +11,7 @@ import pytest
 from penstock.connectors.base.requests import STEPS_MAX
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.machine import events as ev
+from tests.connectors.conftest import FakeEngine, FakeRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,9 +20,9 @@ TOKENS = 4
 PROMPT = list(range(100, 126))  # six blocks and two tokens
 
 
-def test_a_prompt_that_was_computed_is_found_and_loaded(engine: Any, make_request: Any) -> None:
-    engine.run(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+def test_a_prompt_that_was_computed_is_found_and_loaded(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
 
     matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
@@ -36,8 +37,8 @@ def test_a_prompt_that_was_computed_is_found_and_loaded(engine: Any, make_reques
     assert (engine.kv[0, row[:6], :, 0] == expected).all()
 
 
-def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_request: Any) -> None:
-    request = make_request("first", PROMPT)
+def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any) -> None:
+    request = FakeRequest("first", PROMPT)
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
 
@@ -47,54 +48,50 @@ def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_reque
     assert engine.pool.pinned == 6
 
 
-def test_a_prompt_of_whole_blocks_is_found_whole(make_engine: Any, make_request: Any) -> None:
+def test_a_prompt_of_whole_blocks_is_found_whole() -> None:
     """The engine computes its last token in any case, for the logits."""
-    engine = make_engine(window_groups=())
-    engine.run(make_request("first", PROMPT[:24]))
+    engine = FakeEngine(window_groups=())
+    engine.run(FakeRequest("first", PROMPT[:24]))
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 24
-    assert engine.scheduler.find_tokens(make_request("half", PROMPT[:24]), 12) == 12
-
-
-def test_not_where_windows_are_kept_for_the_token_behind_it(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine(groups=2, window_groups=(1,))
-    engine.run(make_request("first", PROMPT[:24]))
-
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 20
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT[:24]), 0) == 24
+    assert engine.scheduler.find_tokens(FakeRequest("half", PROMPT[:24]), 12) == 12
 
 
-def test_nothing_is_loaded_for_the_last_token_alone(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(window_groups=())
-    engine.run(make_request("first", PROMPT[:24]))
+def test_not_where_windows_are_kept_for_the_token_behind_it() -> None:
+    engine = FakeEngine(groups=2, window_groups=(1,))
+    engine.run(FakeRequest("first", PROMPT[:24]))
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 20) == 0
-    assert engine.scheduler.find_tokens(make_request("longer", PROMPT[:25]), 20) == 4
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT[:24]), 0) == 20
 
 
-def test_a_conversation_that_is_over_is_neither_saved_nor_kept(
-    engine: Any, make_request: Any
-) -> None:
-    engine.run(make_request("first", PROMPT[:16]))
+def test_nothing_is_loaded_for_the_last_token_alone() -> None:
+    engine = FakeEngine(window_groups=())
+    engine.run(FakeRequest("first", PROMPT[:24]))
+
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT[:24]), 20) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("longer", PROMPT[:25]), 20) == 4
+
+
+def test_a_conversation_that_is_over_is_neither_saved_nor_kept(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT[:16]))
     over = {"kv_transfer_params": {"penstock": {"over": True}}}
 
-    engine.run(make_request("last", PROMPT, **over))
+    engine.run(FakeRequest("last", PROMPT, **over))
     engine.scheduler.finish_request("last")
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 16
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 16
     assert engine.offload.statistics().blocks_let_go == 4
 
 
-def test_what_vllm_has_itself_is_not_claimed(engine: Any, make_request: Any) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_what_vllm_has_itself_is_not_claimed(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 16) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 16) == 8
 
 
-def test_tokens_that_are_not_known_yet_are_not_hashed(engine: Any, make_request: Any) -> None:
+def test_tokens_that_are_not_known_yet_are_not_hashed(engine: Any) -> None:
     """Asynchronous scheduling counts tokens as computed before they are sampled."""
-    request = make_request("first", PROMPT[:7])
+    request = FakeRequest("first", PROMPT[:7])
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 2)
     engine.compute(request)
@@ -102,17 +99,17 @@ def test_tokens_that_are_not_known_yet_are_not_hashed(engine: Any, make_request:
     engine.step({"first": 8})
     request.num_computed_tokens = 8
 
-    assert engine.scheduler.find_tokens(make_request("same", [*PROMPT[:7], 999, 5]), 0) == 4
+    assert engine.scheduler.find_tokens(FakeRequest("same", [*PROMPT[:7], 999, 5]), 0) == 4
     request.all_token_ids.append(PROMPT[7])
     engine.compute(request)
     engine.step({"first": 1})
-    assert engine.scheduler.find_tokens(make_request("other", [*PROMPT[:8], 5]), 0) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("other", [*PROMPT[:8], 5]), 0) == 8
 
 
-def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any) -> None:
+def test_a_deferred_request_is_not_scanned_again(engine: Any) -> None:
     """Deferred requests: only what has changed since the last answer is looked at."""
-    engine.run(make_request("first", PROMPT))
-    waiting = make_request("waiting", PROMPT)
+    engine.run(FakeRequest("first", PROMPT))
+    waiting = FakeRequest("waiting", PROMPT)
     seen: list[ev.Lookup] = []
     handle = engine.offload._driver.handle
 
@@ -128,9 +125,9 @@ def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any)
     assert [lookup.start for lookup in seen] == [0] + [6] * 49
 
 
-def test_pins_stay_within_a_twentieth_of_the_pool(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(pool=40)
-    request = make_request("first", PROMPT)
+def test_pins_stay_within_a_twentieth_of_the_pool() -> None:
+    engine = FakeEngine(pool=40)
+    request = FakeRequest("first", PROMPT)
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
     engine.compute(request)
@@ -146,28 +143,24 @@ def test_pins_stay_within_a_twentieth_of_the_pool(make_engine: Any, make_request
     # While the request runs it keeps its blocks itself, so that nothing is lost.
     assert most == 2
     assert engine.pool.pinned == 0
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 24
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 24
 
 
-def test_what_cannot_be_pinned_before_the_end_is_dropped_and_counted(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine(pool=40)
-    request = make_request("first", PROMPT)
+def test_what_cannot_be_pinned_before_the_end_is_dropped_and_counted() -> None:
+    engine = FakeEngine(pool=40)
+    request = FakeRequest("first", PROMPT)
     engine.run(request)
 
     engine.scheduler.finish_request("first")
 
     assert engine.scheduler.counters.take()["blocks_dropped_pinned"] == 4
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 8
 
 
-def test_an_aborted_load_is_reported_as_received_all_the_same(
-    engine: Any, make_request: Any
-) -> None:
+def test_an_aborted_load_is_reported_as_received_all_the_same(engine: Any) -> None:
     """Stale blocks after an abort: vLLM keeps them until the load has settled."""
-    engine.run(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+    engine.run(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
     engine.scheduler.start_load(again, [row], matched)
@@ -182,10 +175,10 @@ def test_an_aborted_load_is_reported_as_received_all_the_same(
     engine.offload.audit()
 
 
-def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_request: Any) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
     host = engine.rank.executor.stores[1]
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
     engine.scheduler.start_load(again, [row], matched)
@@ -199,7 +192,7 @@ def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_re
 
     assert received.requests == {"again"}
     assert received.invalid_blocks == set(row[:6])
-    assert engine.scheduler.find_tokens(make_request("third", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("third", PROMPT), 0) == 0
 
 
 def fail_load(engine: Any, request: Any, matched: int) -> None:
@@ -214,13 +207,13 @@ def fail_load(engine: Any, request: Any, matched: int) -> None:
 
 
 def test_49176_a_request_whose_load_failed_is_offered_no_other_until_it_was_preempted(
-    engine: Any, make_request: Any
+    engine: Any,
 ) -> None:
     """vLLM keeps room reserved for it until then: in a small pool a second load never fits."""
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     claims = []
     for attempt in range(3):
-        engine.run(make_request(f"other-{attempt}", PROMPT))
+        engine.run(FakeRequest(f"other-{attempt}", PROMPT))
         engine.scheduler.finish_request(f"other-{attempt}")
         claims.append(engine.scheduler.find_tokens(again, 0))
         if not attempt:
@@ -231,17 +224,17 @@ def test_49176_a_request_whose_load_failed_is_offered_no_other_until_it_was_pree
     assert claims == [24, 0, 24]
 
 
-def saved_prompt(engine: Any, make_request: Any) -> None:
-    engine.run(make_request("first", PROMPT))
+def saved_prompt(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.finish_request("first")
     engine.scheduler.take_statistics()
 
 
 def test_a_load_that_never_starts_while_nothing_runs_is_given_up_and_counted_once(
-    engine: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+    engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_prompt(engine, make_request)
-    waiting, other = make_request("waiting", PROMPT), make_request("other", PROMPT)
+    saved_prompt(engine)
+    waiting, other = FakeRequest("waiting", PROMPT), FakeRequest("other", PROMPT)
 
     claims = []
     for _ in range(STEPS_MAX + 2):
@@ -255,11 +248,9 @@ def test_a_load_that_never_starts_while_nothing_runs_is_given_up_and_counted_onc
 
 
 @pytest.mark.parametrize("busy", ["computes", "receives", "does not ask"])
-def test_a_load_that_waits_for_others_is_not_given_up(
-    engine: Any, make_request: Any, busy: str
-) -> None:
-    saved_prompt(engine, make_request)
-    waiting, running = make_request("waiting", PROMPT), make_request("running", [1, 2])
+def test_a_load_that_waits_for_others_is_not_given_up(engine: Any, busy: str) -> None:
+    saved_prompt(engine)
+    waiting, running = FakeRequest("waiting", PROMPT), FakeRequest("running", [1, 2])
     engine.scheduler.find_tokens(running, 0)
     engine.allocate(running, 1)
 
@@ -277,10 +268,8 @@ def test_a_load_that_waits_for_others_is_not_given_up(
     assert "loads_not_started" not in engine.scheduler.take_statistics()
 
 
-def test_a_weight_update_voids_what_was_saved_and_what_is_running(
-    engine: Any, make_request: Any
-) -> None:
-    running = make_request("running", PROMPT[:10])
+def test_a_weight_update_voids_what_was_saved_and_what_is_running(engine: Any) -> None:
+    running = FakeRequest("running", PROMPT[:10])
     engine.run(running)
 
     engine.scheduler.reset("new weights")
@@ -290,16 +279,16 @@ def test_a_weight_update_voids_what_was_saved_and_what_is_running(
     engine.compute(running)
     engine.step({"running": 16})
 
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 0
     # Preempted and begun anew, it counts again.
     running.num_computed_tokens = 0
     engine.scheduler.find_tokens(running, 0)
     engine.step({"running": 26})
-    assert engine.scheduler.find_tokens(make_request("third", PROMPT), 0) == 24
+    assert engine.scheduler.find_tokens(FakeRequest("third", PROMPT), 0) == 24
 
 
-def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_request: Any) -> None:
-    request = make_request("first", PROMPT)
+def test_a_preempted_request_is_saved_where_it_was_left(engine: Any) -> None:
+    request = FakeRequest("first", PROMPT)
     engine.run(request)
     request.num_computed_tokens = 0
     request.all_token_ids += [7, 8, 9]
@@ -316,24 +305,22 @@ def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_reques
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_block_that_a_window_has_passed_is_not_saved(
-    make_engine: Any, make_request: Any, groups: int
-) -> None:
-    engine = make_engine(groups=groups)
-    request = make_request("first", PROMPT)
+def test_a_block_that_a_window_has_passed_is_not_saved(groups: int) -> None:
+    engine = FakeEngine(groups=groups)
+    request = FakeRequest("first", PROMPT)
     engine.scheduler.find_tokens(request, 0)
     rows = engine.allocate(request, 7, groups=groups)
     rows[-1][:2] = [0, 0]  # vLLM's null block
     engine.step({"first": 26})
 
     assert engine.scheduler.counters.take()["blocks_dropped_window"] == 2
-    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 0
 
 
-def test_with_several_groups_each_gets_what_it_needs(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(groups=2)
-    engine.run(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+def test_with_several_groups_each_gets_what_it_needs() -> None:
+    engine = FakeEngine(groups=2)
+    engine.run(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     rows = engine.allocate(again, 7, groups=2)
     rows[1][:4] = [0] * 4  # the window needs the last two alone
@@ -349,12 +336,10 @@ def test_with_several_groups_each_gets_what_it_needs(make_engine: Any, make_requ
     assert not engine.kv[1, 0].any()
 
 
-def test_with_several_groups_a_failed_load_fails_its_request(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine(groups=2)
-    engine.run(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+def test_with_several_groups_a_failed_load_fails_its_request() -> None:
+    engine = FakeEngine(groups=2)
+    engine.run(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7, groups=2), matched)
     reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
@@ -368,11 +353,11 @@ def test_with_several_groups_a_failed_load_fails_its_request(
     assert not received.invalid_blocks
 
 
-def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_request: Any) -> None:
+def test_behind_a_window_a_failed_load_fails_its_request(engine: Any) -> None:
     """What stands before the window was not kept: vLLM could not compute from that block on."""
     working = WorkerConnector(engine.rank, group_count=1, stream=lambda: 0, blocks_stay=False)
-    engine.run(make_request("first", PROMPT))
-    again = make_request("again", PROMPT)
+    engine.run(FakeRequest("first", PROMPT))
+    again = FakeRequest("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7), matched)
     reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
@@ -386,8 +371,8 @@ def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_reque
     assert not received.invalid_blocks
 
 
-def test_statistics_say_what_was_added(engine: Any, make_request: Any) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_statistics_say_what_was_added(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
 
     taken = engine.scheduler.take_statistics()
 
@@ -396,17 +381,15 @@ def test_statistics_say_what_was_added(engine: Any, make_request: Any) -> None:
     assert "blocks_saved" not in engine.scheduler.take_statistics()
 
 
-def test_requests_are_recorded_once_and_in_the_order_they_came(
-    make_engine: Any, make_request: Any, tmp_path: Path
-) -> None:
+def test_requests_are_recorded_once_and_in_the_order_they_came(tmp_path: Path) -> None:
     trace = tmp_path / "day.jsonl"
-    engine = make_engine(record=trace)
-    first, hidden = make_request("first", PROMPT), make_request("hidden", PROMPT)
+    engine = FakeEngine(record=trace)
+    first, hidden = FakeRequest("first", PROMPT), FakeRequest("hidden", PROMPT)
     hidden.kv_transfer_params = {"penstock": False}
 
     engine.run(first)
     engine.scheduler.find_tokens(hidden, 0)
-    again = make_request("again", PROMPT[:9])
+    again = FakeRequest("again", PROMPT[:9])
     engine.scheduler.find_tokens(again, 0)
     engine.scheduler.find_tokens(again, 0)
     again.all_token_ids.append(7)
@@ -420,11 +403,9 @@ def test_requests_are_recorded_once_and_in_the_order_they_came(
     assert lines[0]["blocks"].startswith(lines[1]["blocks"])
 
 
-def test_a_request_whose_prompt_another_engine_computed_is_saved_when_it_runs(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine()
-    request = make_request("taken", range(10))
+def test_a_request_whose_prompt_another_engine_computed_is_saved_when_it_runs() -> None:
+    engine = FakeEngine()
+    request = FakeRequest("taken", range(10))
     engine.scheduler.follow_request(request, 0)
     engine.allocate(request, 3)
     engine.compute(request)
@@ -435,16 +416,14 @@ def test_a_request_whose_prompt_another_engine_computed_is_saved_when_it_runs(
         engine.step()
 
     assert engine.scheduler.counters.take()["blocks_saved"] == 2
-    assert engine.scheduler.find_tokens(make_request("again", range(10)), 0) == 8
+    assert engine.scheduler.find_tokens(FakeRequest("again", range(10)), 0) == 8
 
 
-def test_what_is_saved_of_a_prompt_that_another_engine_computed_is_not_saved_again(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine()
-    engine.run(make_request("first", range(9)))
+def test_what_is_saved_of_a_prompt_that_another_engine_computed_is_not_saved_again() -> None:
+    engine = FakeEngine()
+    engine.run(FakeRequest("first", range(9)))
     engine.scheduler.counters.take()
-    request = make_request("taken", range(14))
+    request = FakeRequest("taken", range(14))
     engine.scheduler.follow_request(request, 0)
     engine.allocate(request, 4)
     engine.compute(request)

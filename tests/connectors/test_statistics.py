@@ -22,6 +22,7 @@ from penstock.connectors.base.statistics import (
     reduced,
 )
 from penstock.machine import events as ev
+from tests.connectors.conftest import FakeEngine, FakeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,8 +67,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def engine(make_engine: Any, clock: Clock) -> Any:
-    return make_engine(window_groups=(), counts=TransferCounts(BYTES, clock=clock))
+def engine(clock: Clock) -> Any:
+    return FakeEngine(window_groups=(), counts=TransferCounts(BYTES, clock=clock))
 
 
 def begin_load(engine: Any, request: Any) -> list[int]:
@@ -97,10 +98,10 @@ def go_on(engine: Any, request: Any, row: list[int]) -> None:
     request.num_computed_tokens = request.num_tokens
 
 
-def test_of_a_sound_load_all_tokens_count(engine: Any, make_request: Any, clock: Clock) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_of_a_sound_load_all_tokens_count(engine: Any, clock: Clock) -> None:
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.take_statistics()
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
 
     row = begin_load(engine, again)
     clock.now += 0.25
@@ -115,11 +116,11 @@ def test_of_a_sound_load_all_tokens_count(engine: Any, make_request: Any, clock:
 
 
 def test_of_a_load_with_a_damaged_block_the_tokens_before_it_count(
-    engine: Any, make_request: Any, lines: list[str]
+    engine: Any, lines: list[str]
 ) -> None:
-    engine.run(make_request("first", PROMPT))
+    engine.run(FakeRequest("first", PROMPT))
     saved = engine.scheduler.take_statistics()
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     row = begin_load(engine, again)
     key = engine.scheduler._requests["again"].keys.upto(6)[4].hex()
     damage(engine, 4)
@@ -137,12 +138,10 @@ def test_of_a_load_with_a_damaged_block_the_tokens_before_it_count(
     assert "its checksum does not match" in line
 
 
-def test_of_a_load_whose_request_was_aborted_nothing_counts_as_loaded(
-    engine: Any, make_request: Any
-) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_of_a_load_whose_request_was_aborted_nothing_counts_as_loaded(engine: Any) -> None:
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.take_statistics()
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     begin_load(engine, again)
 
     engine.step()
@@ -153,12 +152,10 @@ def test_of_a_load_whose_request_was_aborted_nothing_counts_as_loaded(
     assert taken["tokens_found"] == 24
 
 
-def test_a_load_that_takes_too_long_is_a_timeout(
-    engine: Any, make_request: Any, lines: list[str]
-) -> None:
-    engine.run(make_request("first", PROMPT))
+def test_a_load_that_takes_too_long_is_a_timeout(engine: Any, lines: list[str]) -> None:
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.take_statistics()
-    begin_load(engine, make_request("again", PROMPT))
+    begin_load(engine, FakeRequest("again", PROMPT))
     driver = engine.offload._driver
     late = driver._clock() + engine.config.cache.operation_timeout_s + 1
 
@@ -174,13 +171,11 @@ def test_a_load_that_takes_too_long_is_a_timeout(
     assert "deadline" in line
 
 
-def test_sizes_are_reported_in_the_step_in_which_they_change(
-    engine: Any, make_request: Any
-) -> None:
+def test_sizes_are_reported_in_the_step_in_which_they_change(engine: Any) -> None:
     first = engine.scheduler.take_statistics()
-    engine.run(make_request("first", PROMPT))
+    engine.run(FakeRequest("first", PROMPT))
     second = engine.scheduler.take_statistics()
-    engine.run(make_request("other", [7, *PROMPT]))
+    engine.run(FakeRequest("other", [7, *PROMPT]))
     third = engine.scheduler.take_statistics()
     engine.step()
 
@@ -192,11 +187,9 @@ def test_sizes_are_reported_in_the_step_in_which_they_change(
     assert engine.scheduler.take_statistics() == {}
 
 
-def test_after_a_reset_an_idle_engine_takes_one_step_and_reports_it(
-    engine: Any, make_request: Any
-) -> None:
+def test_after_a_reset_an_idle_engine_takes_one_step_and_reports_it(engine: Any) -> None:
     """vLLM asks connectors for numbers at the end of a step, and idle engines take none."""
-    engine.run(make_request("first", PROMPT))
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.finish_request("first")
     engine.scheduler.take_statistics()
     assert not engine.scheduler.pending
@@ -211,13 +204,11 @@ def test_after_a_reset_an_idle_engine_takes_one_step_and_reports_it(
     assert not engine.scheduler.pending
 
 
-def test_a_tier_that_is_off_has_room_for_nothing_and_counters_never_fall(
-    make_engine: Any, make_request: Any
-) -> None:
-    engine = make_engine(window_groups=(), host=8)
-    engine.run(make_request("first", PROMPT))
+def test_a_tier_that_is_off_has_room_for_nothing_and_counters_never_fall() -> None:
+    engine = FakeEngine(window_groups=(), host=8)
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.finish_request("first")
-    engine.run(make_request("other", [7, *PROMPT]))
+    engine.run(FakeRequest("other", [7, *PROMPT]))
     before = engine.scheduler.take_statistics()
 
     engine.offload._driver.handle(ev.TierOff(tier=1, fenced=True, why="its memory is gone"))
@@ -229,11 +220,11 @@ def test_a_tier_that_is_off_has_room_for_nothing_and_counters_never_fall(
     assert "blocks_evicted" not in taken
 
 
-def test_blocks_that_make_room_are_counted(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(window_groups=(), host=8)
-    engine.run(make_request("first", PROMPT))
+def test_blocks_that_make_room_are_counted() -> None:
+    engine = FakeEngine(window_groups=(), host=8)
+    engine.run(FakeRequest("first", PROMPT))
     engine.scheduler.finish_request("first")
-    engine.run(make_request("other", [7, *PROMPT]))
+    engine.run(FakeRequest("other", [7, *PROMPT]))
     taken = engine.scheduler.take_statistics()
 
     assert taken["blocks_evicted"] == 4
@@ -241,10 +232,10 @@ def test_blocks_that_make_room_are_counted(make_engine: Any, make_request: Any) 
 
 
 def test_a_request_with_wrong_parameters_is_kept_out_counted_and_reported(
-    engine: Any, make_request: Any, lines: list[str]
+    engine: Any, lines: list[str]
 ) -> None:
     for number in range(3):
-        wrong = make_request(
+        wrong = FakeRequest(
             f"wrong-{number}", PROMPT, kv_transfer_params={"penstock": {"save": "false"}}
         )
         engine.run(wrong)
@@ -253,7 +244,7 @@ def test_a_request_with_wrong_parameters_is_kept_out_counted_and_reported(
 
     assert taken["requests_refused"] == 3
     assert "blocks_saved" not in taken
-    assert engine.scheduler.find_tokens(make_request("after", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(FakeRequest("after", PROMPT), 0) == 0
     (line,) = lines
     assert "request=wrong-0 reason=kv_transfer_params.penstock.save is 'false'" in line
 

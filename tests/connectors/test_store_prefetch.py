@@ -85,9 +85,9 @@ def start(engine: Any) -> None:
 
 
 def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         first_answer = engine.scheduler.find_tokens(again, 0)
@@ -109,9 +109,9 @@ def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(
 
 
 def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         engine.scheduler.expect_request(again, lambda: 0)
@@ -122,9 +122,9 @@ def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(
 
 
 def test_what_the_engine_has_on_its_device_is_not_brought_up(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         engine.scheduler.expect_request(again, lambda: 24)
@@ -134,9 +134,9 @@ def test_what_the_engine_has_on_its_device_is_not_brought_up(
 
 
 def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
-    requests = [make_request(name, PROMPT) for name in ("one", "two")]
+    requests = [FakeRequest(name, PROMPT) for name in ("one", "two")]
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         first = [engine.scheduler.find_tokens(each, 0) for each in requests]
@@ -150,20 +150,18 @@ def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(
     assert counted["disk_blocks_loaded"] == 6
 
 
-def test_a_prompt_that_nobody_has_computed_does_not_wait(
-    filled: Path, make_engine: Any, make_request: Any
-) -> None:
+def test_a_prompt_that_nobody_has_computed_does_not_wait(filled: Path, make_engine: Any) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
 
-        assert engine.scheduler.find_tokens(make_request("new", OTHER), 0) == 0
+        assert engine.scheduler.find_tokens(FakeRequest("new", OTHER), 0) == 0
 
 
 def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
     clock = Clock()
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled, counts=TransferCounts(clock=clock))) as engine:
         start(engine)
         store = process_of(filled)
@@ -186,19 +184,17 @@ def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
     assert waited == [pytest.approx(WAIT_S + 0.01)]
 
 
-def test_a_killed_store_delays_nobody_and_comes_again(
-    filled: Path, make_engine: Any, make_request: Any
-) -> None:
+def test_a_killed_store_delays_nobody_and_comes_again(filled: Path, make_engine: Any) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         os.kill(process_of(filled), signal.SIGKILL)
         engine.run_until(lambda: not engine.offload.health().ok)
-        without = engine.scheduler.find_tokens(make_request("without", PROMPT), 0)
+        without = engine.scheduler.find_tokens(FakeRequest("without", PROMPT), 0)
         steps_on = engine.scheduler.pending
-        engine.run(make_request("computed", OTHER))
+        engine.run(FakeRequest("computed", OTHER))
 
         engine.run_until(lambda: engine.offload.health().ok)
-        again = make_request("again", PROMPT)
+        again = FakeRequest("again", PROMPT)
         engine.run_until(lambda: engine.scheduler.find_tokens(again, 0) is not None)
 
         assert without == 0
@@ -208,19 +204,19 @@ def test_a_killed_store_delays_nobody_and_comes_again(
 
 
 def test_an_engine_without_work_does_not_step_for_ever_for_a_disk_that_cannot_come(
-    tmp_path: Path, make_engine: Any, make_request: Any
+    tmp_path: Path, make_engine: Any
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     clock = Clock()
     counts = TransferCounts(clock=clock)
     with closing(make_engine(disk=tmp_path / "file" / "disk", counts=counts)) as engine:
-        early = make_request("early", PROMPT)
+        early = FakeRequest("early", PROMPT)
         waits = engine.scheduler.find_tokens(early, 0)
         steps = engine.scheduler.pending
         clock.now += WAIT_S
         computes = engine.scheduler.find_tokens(early, 0)
         clock.now += START_S
-        late = engine.scheduler.find_tokens(make_request("late", PROMPT), 0)
+        late = engine.scheduler.find_tokens(FakeRequest("late", PROMPT), 0)
 
         assert waits is None
         assert steps
@@ -231,12 +227,12 @@ def test_an_engine_without_work_does_not_step_for_ever_for_a_disk_that_cannot_co
 
 
 def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once(
-    folder: Path, make_engine: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+    folder: Path, make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(make_engine(disk=folder, weights="")) as engine:
-        engine.run(make_request("first", PROMPT))
+        engine.run(FakeRequest("first", PROMPT))
 
-        assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 24
+        assert engine.scheduler.find_tokens(FakeRequest("again", PROMPT), 0) == 24
         assert "weights_version" in engine.offload.health().reasons[0]
     assert not folder.exists()
     assert caplog.text.count("model.weights_version is not given") == 1
@@ -262,12 +258,12 @@ def announced(announcer: EventAnnouncer) -> dict[str, list[int]]:
 
 
 def test_blocks_are_announced_on_the_disk_when_they_are_there_and_until_a_reset(
-    folder: Path, make_engine: Any, make_request: Any
+    folder: Path, make_engine: Any
 ) -> None:
     announcer = announcer_of_both()
     with closing(make_engine(disk=folder, announcer=announcer)) as engine:
         start(engine)
-        engine.run(make_request("first", PROMPT))
+        engine.run(FakeRequest("first", PROMPT))
         engine.run_until(lambda: not engine.scheduler.pending)
         saved = announced(announcer)
         engine.scheduler.reset("new weights")
@@ -280,9 +276,9 @@ def test_blocks_are_announced_on_the_disk_when_they_are_there_and_until_a_reset(
 
 
 def test_blocks_of_an_earlier_life_are_announced_when_a_request_describes_them(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
-    again = make_request("again", PROMPT)
+    again = FakeRequest("again", PROMPT)
     announcer = announcer_of_both()
     with closing(make_engine(disk=filled, announcer=announcer)) as engine:
         start(engine)
@@ -311,19 +307,19 @@ def test_another_thread_may_end_the_engine(filled: Path, make_engine: Any) -> No
 
 
 def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
     """Blocks from before it are void, and the weights of those after it are not known."""
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         engine.scheduler.reset("new weights")
-        engine.run(make_request("after", OTHER))
-        within = engine.scheduler.find_tokens(make_request("within", OTHER), 0)
+        engine.run(FakeRequest("after", OTHER))
+        within = engine.scheduler.find_tokens(FakeRequest("within", OTHER), 0)
         engine.run_until(lambda: not engine.scheduler.pending)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         found = [
-            engine.scheduler.find_tokens(make_request(str(tokens[0]), tokens), 0)
+            engine.scheduler.find_tokens(FakeRequest(str(tokens[0]), tokens), 0)
             for tokens in (PROMPT, OTHER)
         ]
 
@@ -332,18 +328,18 @@ def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
 
 
 def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
-        running = make_request("running", OTHER)
+        running = FakeRequest("running", OTHER)
         engine.scheduler.find_tokens(running, 0)
         engine.scheduler.reset("new weights")
         engine.run(running)  # It was preempted, and starts anew with the new weights.
         engine.run_until(lambda: not engine.scheduler.pending)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
-        assert engine.scheduler.find_tokens(make_request("again", OTHER), 0) == 0
+        assert engine.scheduler.find_tokens(FakeRequest("again", OTHER), 0) == 0
 
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
@@ -478,11 +474,11 @@ def test_a_long_queue_takes_half_of_host_memory_and_the_rest_is_asked_for_in_tur
 
 
 def test_nobody_waits_for_a_last_block_that_the_engine_computes_again(
-    filled: Path, make_engine: Any, make_request: Any
+    filled: Path, make_engine: Any
 ) -> None:
     with closing(make_engine(disk=filled, window_groups=())) as engine:
         start(engine)
-        again = make_request("again", PROMPT[: 6 * TOKENS])
+        again = FakeRequest("again", PROMPT[: 6 * TOKENS])
 
         engine.scheduler.expect_request(again, lambda: 5 * TOKENS)
 

@@ -27,6 +27,7 @@ from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.messages import decode_plan
 from penstock.vocabulary.layout import GroupKind
+from tests.connectors.conftest import FakePool, FakeRequest
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
 PROMPT = list(range(100, 100 + 3 * TOKENS + 1))
@@ -169,15 +170,15 @@ class Replay:
 
 
 @pytest.fixture(params=WAYS)
-def replay(request: pytest.FixtureRequest, make_pool: Any) -> Any:
-    replay = Replay(request.param, make_pool(BLOCKS * 20))
+def replay(request: pytest.FixtureRequest) -> Any:
+    replay = Replay(request.param, FakePool(BLOCKS * 20))
     yield replay
     replay.rank.close()
 
 
-def test_a_step_reads_what_its_loads_bring(replay: Replay, make_request: Any) -> None:
-    computed = replay.keep(make_request("first", PROMPT))
-    reported = replay.join(make_request("again", PROMPT))
+def test_a_step_reads_what_its_loads_bring(replay: Replay) -> None:
+    computed = replay.keep(FakeRequest("first", PROMPT))
+    reported = replay.join(FakeRequest("again", PROMPT))
     replay.make_late()
 
     received = replay.forward(reported)
@@ -189,10 +190,10 @@ def test_a_step_reads_what_its_loads_bring(replay: Replay, make_request: Any) ->
 
 
 @pytest.mark.parametrize("replay", WAYS[:2], indirect=True)
-def test_a_step_that_does_not_wait_counts_for_nothing(replay: Replay, make_request: Any) -> None:
+def test_a_step_that_does_not_wait_counts_for_nothing(replay: Replay) -> None:
     """The control: what it reads is not there. A captured step has waited before it is replayed."""
-    computed = replay.keep(make_request("first", PROMPT))
-    reported = replay.join(make_request("again", PROMPT))
+    computed = replay.keep(FakeRequest("first", PROMPT))
+    reported = replay.join(FakeRequest("again", PROMPT))
     replay.make_late()
 
     received = replay.forward(reported, waits=False)
@@ -201,11 +202,9 @@ def test_a_step_that_does_not_wait_counts_for_nothing(replay: Replay, make_reque
     assert received.invalid_blocks == set(LOADED)
 
 
-def test_a_damaged_block_is_reported_with_the_step_that_read_it(
-    replay: Replay, make_request: Any
-) -> None:
-    replay.keep(make_request("first", PROMPT))
-    reported = replay.join(make_request("again", PROMPT))
+def test_a_damaged_block_is_reported_with_the_step_that_read_it(replay: Replay) -> None:
+    replay.keep(FakeRequest("first", PROMPT))
+    reported = replay.join(FakeRequest("again", PROMPT))
     replay.damage(reported)
 
     received = replay.forward(reported)

@@ -18,6 +18,7 @@ from penstock.connectors.base.requests import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.vocabulary.layout import GroupKind
+from tests.connectors.conftest import FakePool, FakeRequest
 from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
@@ -126,12 +127,10 @@ class Replay:
 
 
 @pytest.mark.parametrize(("way", "order"), WAYS)
-def test_what_a_step_computed_comes_back_into_other_blocks(
-    way: str, order: str, make_request: Any, make_pool: Any
-) -> None:
-    replay = Replay(way, order, make_pool(BLOCKS * 20))
+def test_what_a_step_computed_comes_back_into_other_blocks(way: str, order: str) -> None:
+    replay = Replay(way, order, FakePool(BLOCKS * 20))
     prompt = list(range(100, 100 + 3 * TOKENS + 1))
-    first = make_request("first", prompt)
+    first = FakeRequest("first", prompt)
     replay.scheduler.find_tokens(first, 0)
     replay.tables["first"] = [[5, 9, 2, 7]]
 
@@ -142,7 +141,7 @@ def test_what_a_step_computed_comes_back_into_other_blocks(
     replay.step({"first": len(prompt)}, prefill)
     replay.until(lambda _: not replay.scheduler.pending)
     computed = [replay.model.content(block) for block in (5, 9, 2)]
-    again = make_request("again", prompt)
+    again = FakeRequest("again", prompt)
     matched = replay.scheduler.find_tokens(again, 0)
     replay.tables["again"] = [[20, 21, 30, 31]]
     replay.scheduler.start_load(again, replay.tables["again"], matched)

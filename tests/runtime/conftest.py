@@ -33,7 +33,7 @@ from penstock.tiers.host import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from numpy.typing import ArrayLike, NDArray
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.runtime.cache import Lease
 
-    MakeEngine = Callable[..., "Engine"]
-    MakeWorld = Callable[..., "World"]
-    MakeFleet = Callable[..., "Fleet"]
 
 BLOCK_TOKENS = 4
 LAYERS = 2
@@ -325,29 +322,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 60.0)
 
 
-@pytest.fixture
-def make_fleet() -> MakeFleet:
-    """Makes an owner with ranks, which are driven by hand."""
-    return Fleet
-
-
-@pytest.fixture
-def make_engine() -> MakeEngine:
-    """Makes an engine from what `configure` takes."""
-
-    def make(**settings: Any) -> Engine:
-        return Engine(configure(**settings))
-
-    return make
+def make_engine(**settings: Any) -> Engine:
+    """An engine from what `configure` takes."""
+    return Engine(configure(**settings))
 
 
 @pytest.fixture
 def engine() -> Engine:
     """An engine with 8 device blocks over a host tier of 64."""
     return Engine(configure())
-
-
-@pytest.fixture
-def make_world() -> MakeWorld:
-    """Makes a world of an engine that offloads."""
-    return World

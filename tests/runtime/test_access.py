@@ -17,13 +17,12 @@ import penstock
 from lab.fixtures.frozen import freeze
 from penstock.errors import AccessError, UnavailableError
 from penstock.testing.writer_process import peer_process
-from tests.runtime.conftest import Engine, configure
+from tests.runtime.conftest import Engine, Fleet, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from tests.runtime.conftest import Fleet, MakeFleet
 
 OPEN = """
 import numpy as np, os, penstock
@@ -136,8 +135,8 @@ def test_a_thread_that_adopts_a_cache_makes_the_calls_from_then_on() -> None:
     cache.close()
 
 
-def test_a_rank_is_used_by_one_thread_too(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet()
+def test_a_rank_is_used_by_one_thread_too() -> None:
+    fleet = Fleet()
     rank = fleet.ranks[0]
 
     assert isinstance(in_thread(rank.step), AccessError)
@@ -258,7 +257,7 @@ def test_many_open_leases_are_counted_and_some_of_them_named() -> None:
     assert len(leases) == 10
 
 
-def test_everything_says_what_it_is(make_fleet: MakeFleet) -> None:
+def test_everything_says_what_it_is() -> None:
     cache = open_cache()
     lease, pin = cache.acquire([1, 2, 3, 4, 5], request="ann"), cache.pin([1, 2, 3, 4])
 
@@ -277,7 +276,7 @@ def test_everything_says_what_it_is(make_fleet: MakeFleet) -> None:
     assert "unpinned" in repr(pin)
     assert repr(cache).endswith("; closed>")
     assert repr(open_offload()) == "<penstock.Offload: 0 copies under way, blocks: host 16; open>"
-    assert repr(make_fleet().ranks[1]) == "<penstock.Rank 1: blocks: device 8, host 16; open>"
+    assert repr(Fleet().ranks[1]) == "<penstock.Rank 1: blocks: device 8, host 16; open>"
 
 
 # ---------------------------------------------------------------- what is handed out

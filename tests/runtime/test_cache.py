@@ -11,9 +11,10 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, NeverFitsError
 from penstock.machine.kv_events import BlocksRemoved, BlocksStored
 from penstock.vocabulary.keys import Item
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -38,7 +39,7 @@ def chats(count: int, turns: int) -> list[list[tuple[list[int], list[int]]]]:
 # ---------------------------------------------------------------- hits
 
 
-def test_chats_over_a_device_far_too_small_read_every_byte_right(make_engine: MakeEngine) -> None:
+def test_chats_over_a_device_far_too_small_read_every_byte_right() -> None:
     engine = make_engine(blocks=16, tiers={"host": 200})
     conversations = chats(count=6, turns=5)
 
@@ -54,7 +55,7 @@ def test_chats_over_a_device_far_too_small_read_every_byte_right(make_engine: Ma
     engine.expect_at_rest()
 
 
-def test_a_second_tier_gives_back_what_the_first_could_not_keep(make_engine: MakeEngine) -> None:
+def test_a_second_tier_gives_back_what_the_first_could_not_keep() -> None:
     engine = make_engine(blocks=16, tiers={"host": 16, "far": 300})
     conversations = chats(count=6, turns=4)
 
@@ -69,7 +70,7 @@ def test_a_second_tier_gives_back_what_the_first_could_not_keep(make_engine: Mak
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
-def test_a_block_comes_back_under_every_write_policy(make_engine: MakeEngine, write: str) -> None:
+def test_a_block_comes_back_under_every_write_policy(write: str) -> None:
     engine = make_engine(
         write=write, settings="low_watermark = 0.5\nhigh_watermark = 0.9", tiers={"host": 64}
     )
@@ -238,7 +239,7 @@ def test_the_request_that_met_the_damage_is_told_so(engine: Engine) -> None:
     assert engine.cache.statistics().tokens_not_delivered == 12
 
 
-def test_damage_in_the_second_tier_is_found_on_the_way_up(make_engine: MakeEngine) -> None:
+def test_damage_in_the_second_tier_is_found_on_the_way_up() -> None:
     engine = make_engine(tiers={"host": 8, "far": 64})
     prompt = tokens(14)
     engine.turn(prompt)
@@ -348,7 +349,7 @@ def test_a_request_that_would_not_wait_at_all_is_refused(engine: Engine) -> None
         engine.cache.acquire(tokens(14), load_timeout_s=0)
 
 
-def test_blocks_of_lower_priority_leave_first(make_engine: MakeEngine) -> None:
+def test_blocks_of_lower_priority_leave_first() -> None:
     engine = make_engine(tiers={})
     engine.turn(tokens(16), priority=3)
     engine.turn(tokens(16, 500))
@@ -360,7 +361,7 @@ def test_blocks_of_lower_priority_leave_first(make_engine: MakeEngine) -> None:
     assert engine.turn(tokens(17, 500)).miss.reason is MissReason.EVICTED
 
 
-def test_blocks_leave_first_when_their_time_has_passed(make_engine: MakeEngine) -> None:
+def test_blocks_leave_first_when_their_time_has_passed() -> None:
     engine = make_engine(tiers={})
     engine.turn(tokens(16))
     engine.turn(tokens(16, 500), ttl_s=60.0)
@@ -372,7 +373,7 @@ def test_blocks_leave_first_when_their_time_has_passed(make_engine: MakeEngine) 
     assert engine.turn(tokens(17)).cached_tokens == 16
 
 
-def test_a_pinned_prefix_stays(make_engine: MakeEngine) -> None:
+def test_a_pinned_prefix_stays() -> None:
     engine = make_engine(tiers={})
     engine.turn(tokens(12))
     pin = engine.cache.pin(tokens(12))
@@ -398,7 +399,7 @@ def test_a_pin_ends_with_its_block_of_code(engine: Engine) -> None:
     assert engine.cache.statistics().pins == 0
 
 
-def test_a_prefix_can_be_pinned_before_it_is_computed(make_engine: MakeEngine) -> None:
+def test_a_prefix_can_be_pinned_before_it_is_computed() -> None:
     engine = make_engine(tiers={})
     pin = engine.cache.pin(tokens(12))
     engine.turn(tokens(13))
@@ -409,7 +410,7 @@ def test_a_prefix_can_be_pinned_before_it_is_computed(make_engine: MakeEngine) -
     assert engine.turn(tokens(13)).cached_tokens == 12
 
 
-def test_more_than_the_share_for_pins_is_refused(make_engine: MakeEngine) -> None:
+def test_more_than_the_share_for_pins_is_refused() -> None:
     engine = make_engine(tiers={}, settings="pin_share = 0.25")
 
     with pytest.raises(NeverFitsError, match=r"'device' can never give 3 slots.* at most 2"):

@@ -16,10 +16,11 @@ from penstock.cache.states import LeaseState
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.testing.writer_process import PATIENCE_S, peer_process
+from tests.runtime.conftest import Fleet, make_engine
 from tests.transport.test_signals import another_thread, send_soon
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, Fleet, MakeEngine, MakeFleet
+    from tests.runtime.conftest import Engine
 
 MODEL = 'version = 1\nmodel.name = "none"\n'
 HOST = 'tiers = [{ name = "host", kind = "host", blocks = 16 }]\n'
@@ -31,7 +32,7 @@ def open_offload(kind: str = HOST) -> tuple[penstock.Offload, list[bytes]]:
     return penstock.open_offload(config, kv=kv), config.key_chain().extend(range(16))
 
 
-def test_saves_may_end_until_the_deadline(make_engine: MakeEngine) -> None:
+def test_saves_may_end_until_the_deadline() -> None:
     engine: Engine = make_engine(blocks=16)
     with engine.cache.acquire(range(32)) as lease:
         engine.run(lease, list(range(32)))
@@ -52,7 +53,7 @@ def test_saves_without_time_are_cut_short_and_counted() -> None:
     assert not drained.clean
 
 
-def test_loads_are_cancelled_at_once_for_nobody_will_use_them(make_engine: MakeEngine) -> None:
+def test_loads_are_cancelled_at_once_for_nobody_will_use_them() -> None:
     engine: Engine = make_engine()
     engine.turn(list(range(14)))
     engine.forget_device()
@@ -118,8 +119,8 @@ def test_the_memory_of_the_tiers_is_given_back() -> None:
     assert arenas() == []
 
 
-def test_an_engine_that_carries_the_plans_drains_by_stepping_on(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_an_engine_that_carries_the_plans_drains_by_stepping_on() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
@@ -135,8 +136,8 @@ def test_an_engine_that_carries_the_plans_drains_by_stepping_on(make_fleet: Make
     assert drained == penstock.Drained(finished=0, cancelled=0, unsettled=0)
 
 
-def test_closing_with_plans_still_to_be_carried_says_what_is_open(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_closing_with_plans_still_to_be_carried_says_what_is_open() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
 
     drained = fleet.owner.close(timeout_s=60)
@@ -176,8 +177,8 @@ def test_a_descriptor_of_the_engine_ends_a_wait() -> None:
     assert woken
 
 
-def test_a_plan_that_nobody_took_is_something_to_do(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet()
+def test_a_plan_that_nobody_took_is_something_to_do() -> None:
+    fleet = Fleet()
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
 
     waiting = fleet.owner.wait(time.monotonic() + PATIENCE_S)
@@ -187,8 +188,8 @@ def test_a_plan_that_nobody_took_is_something_to_do(make_fleet: MakeFleet) -> No
     assert not fleet.owner.wait(time.monotonic() + 0.01)
 
 
-def test_an_operation_whose_time_is_over_is_something_to_do(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(settings="operation_timeout_s = 0.05")
+def test_an_operation_whose_time_is_over_is_something_to_do() -> None:
+    fleet = Fleet(settings="operation_timeout_s = 0.05")
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
     fleet.owner.ranks.take_plan()
 

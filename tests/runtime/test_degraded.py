@@ -22,11 +22,11 @@ from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from tests.descriptors import open_descriptors
+from tests.runtime.conftest import Fleet
 
 if TYPE_CHECKING:
     from penstock.movers.base import Mover
     from penstock.tiers.base import SlotStore
-    from tests.runtime.conftest import Fleet, MakeFleet
 
 KV = np.zeros((8, 4, 3))
 
@@ -122,8 +122,8 @@ def without(rank: penstock.Rank, why: str) -> penstock.RankFacts:
     return msgspec.structs.replace(rank.facts, tiers=(off,))
 
 
-def test_a_tier_that_one_rank_lacks_is_off_for_all(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_that_one_rank_lacks_is_off_for_all() -> None:
+    fleet = Fleet(ranks=2)
     ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
 
     owner = penstock.open_offload(fleet.config, ranks=ranks)
@@ -132,8 +132,8 @@ def test_a_tier_that_one_rank_lacks_is_off_for_all(make_fleet: MakeFleet) -> Non
     assert owner.save(fleet.keys(2), [0, 1], cause="save").operations == ()
 
 
-def test_a_tier_is_on_again_when_the_rank_comes_back_with_it(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_is_on_again_when_the_rank_comes_back_with_it() -> None:
+    fleet = Fleet(ranks=2)
     ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
     fleet.owner = penstock.open_offload(fleet.config, ranks=ranks)
 
@@ -147,8 +147,8 @@ def test_a_tier_is_on_again_when_the_rank_comes_back_with_it(make_fleet: MakeFle
     assert fleet.owner.lookup(fleet.keys(2)).ready == 2
 
 
-def test_a_rank_that_comes_back_without_a_tier_switches_it_off(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_rank_that_comes_back_without_a_tier_switches_it_off() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
@@ -160,10 +160,8 @@ def test_a_rank_that_comes_back_without_a_tier_switches_it_off(make_fleet: MakeF
     assert fleet.owner.lookup(keys).miss.reason is MissReason.TIER_OFF
 
 
-def test_a_tier_that_went_with_one_rank_does_not_settle_what_another_still_copies(
-    make_fleet: MakeFleet,
-) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_that_went_with_one_rank_does_not_settle_what_another_still_copies() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
@@ -276,8 +274,8 @@ def test_a_tier_that_could_not_be_made_stays_off_after_a_sleep() -> None:
         cache.audit()
 
 
-def test_a_tier_that_one_rank_lacks_stays_off_after_a_sleep(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_that_one_rank_lacks_stays_off_after_a_sleep() -> None:
+    fleet = Fleet(ranks=2)
     ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
     owner = penstock.open_offload(fleet.config, ranks=ranks)
 
@@ -289,8 +287,8 @@ def test_a_tier_that_one_rank_lacks_stays_off_after_a_sleep(make_fleet: MakeFlee
     assert owner.save(fleet.keys(2), [0, 1], cause="save").operations == ()
 
 
-def test_a_tier_that_sleeps_is_not_woken_by_a_rank_that_comes_back(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_that_sleeps_is_not_woken_by_a_rank_that_comes_back() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
     fleet.settle()
     fleet.owner.sleep(host=True)
@@ -307,8 +305,8 @@ def test_a_tier_that_sleeps_is_not_woken_by_a_rank_that_comes_back(make_fleet: M
     assert fleet.owner.lookup(fleet.keys(2)).ready == 0, "what slept was given back"
 
 
-def test_a_tier_that_was_mended_while_it_slept_is_empty_and_on(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_tier_that_was_mended_while_it_slept_is_empty_and_on() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
     fleet.settle()
     whole = fleet.ranks[1].facts.tiers

@@ -11,16 +11,17 @@ from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine.events import Acquire, CopyReport, ReleaseLease, Tick
 from penstock.vocabulary.keys import KeyChain, OperationId
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
 
 
-def test_a_step_spends_its_budget_on_loads_before_saves(make_engine: MakeEngine) -> None:
+def test_a_step_spends_its_budget_on_loads_before_saves() -> None:
     engine = make_engine(blocks=16)
     prompt = tokens(14)
     engine.turn(prompt)
@@ -44,7 +45,7 @@ def test_a_step_spends_its_budget_on_loads_before_saves(make_engine: MakeEngine)
     engine.expect_at_rest()
 
 
-def test_loads_do_not_hold_up_saves_for_ever(make_engine: MakeEngine) -> None:
+def test_loads_do_not_hold_up_saves_for_ever() -> None:
     engine = make_engine(blocks=24, tiers={"host": 64})
     engine.turn(tokens(41))
     engine.forget_device()
@@ -93,7 +94,7 @@ def test_a_driver_is_busy_until_the_last_copy_has_ended(engine: Engine) -> None:
     assert engine.cache.statistics().operations_running == 0
 
 
-def test_the_engine_hears_only_what_is_meant_for_it(make_engine: MakeEngine) -> None:
+def test_the_engine_hears_only_what_is_meant_for_it() -> None:
     engine = make_engine(blocks=8, tiers={"host": 8})
     engine.turn(tokens(12))
     engine.forget_device()
@@ -117,7 +118,7 @@ def test_the_engine_hears_only_what_is_meant_for_it(make_engine: MakeEngine) -> 
     engine.expect_at_rest()
 
 
-def test_a_load_that_takes_too_long_is_computed_instead(make_engine: MakeEngine) -> None:
+def test_a_load_that_takes_too_long_is_computed_instead() -> None:
     engine = make_engine(settings="operation_timeout_s = 2.0")
     prompt = tokens(14)
     engine.turn(prompt)
@@ -166,7 +167,7 @@ def test_reports_of_an_earlier_life_are_counted_and_dropped(engine: Engine) -> N
     engine.expect_at_rest()
 
 
-def test_every_start_is_another_incarnation(make_engine: MakeEngine) -> None:
+def test_every_start_is_another_incarnation() -> None:
     engines = [make_engine() for _ in range(3)]
 
     incarnations = {engine.driver.machine.incarnation for engine in engines}

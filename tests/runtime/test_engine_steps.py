@@ -8,14 +8,15 @@ import numpy as np
 
 import penstock
 from penstock.cache.states import LeaseState
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 PROMPT = list(range(13))
 
 
-def swapped_out(make_engine: MakeEngine) -> Engine:
+def swapped_out() -> Engine:
     """An engine that has the prompt below its device alone."""
     engine = make_engine(blocks=4)
     engine.turn(PROMPT)
@@ -23,8 +24,8 @@ def swapped_out(make_engine: MakeEngine) -> Engine:
     return engine
 
 
-def test_a_lease_tells_the_loads_it_waits_for(make_engine: MakeEngine) -> None:
-    engine = swapped_out(make_engine)
+def test_a_lease_tells_the_loads_it_waits_for() -> None:
+    engine = swapped_out()
 
     lease = engine.cache.acquire(PROMPT)
     waiting, loads = lease.state, lease.loads
@@ -37,8 +38,8 @@ def test_a_lease_tells_the_loads_it_waits_for(make_engine: MakeEngine) -> None:
     assert lease.loads == ()
 
 
-def test_a_load_by_the_cpu_is_never_joined(make_engine: MakeEngine) -> None:
-    engine = swapped_out(make_engine)
+def test_a_load_by_the_cpu_is_never_joined() -> None:
+    engine = swapped_out()
     lease = engine.cache.acquire(PROMPT)
 
     joinable = engine.cache.steps.joinable(lease.loads, step_s=1e9)
@@ -51,8 +52,8 @@ def test_a_load_by_the_cpu_is_never_joined(make_engine: MakeEngine) -> None:
     engine.run(lease, PROMPT)
 
 
-def test_blocks_may_be_written_again_once_no_copy_is_under_way(make_engine: MakeEngine) -> None:
-    engine = swapped_out(make_engine)
+def test_blocks_may_be_written_again_once_no_copy_is_under_way() -> None:
+    engine = swapped_out()
     steps = engine.cache.steps
     lease = engine.cache.acquire(PROMPT)
 

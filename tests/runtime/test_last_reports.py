@@ -15,11 +15,11 @@ from lab.fixtures.rank_channels import CarryingEngine, meet, serve
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.runtime.rank import STEP_BUDGET_BYTES
+from tests.runtime.conftest import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.runtime.conftest import Fleet, MakeFleet
 
 BLOCK_BYTES = STEP_BUDGET_BYTES // 4
 """Eight of them take more than a step."""
@@ -41,10 +41,8 @@ def outcome_of(owner: penstock.Offload) -> tuple[str, str, bool]:
 @pytest.mark.parametrize(
     ("timeout_s", "outcome"), [(60.0, "done"), (0.0, "failed")], ids=["drained", "cut short"]
 )
-def test_the_last_report_says_how_copies_ended(
-    make_fleet: MakeFleet, timeout_s: float, outcome: str
-) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_the_last_report_says_how_copies_ended(timeout_s: float, outcome: str) -> None:
+    fleet = Fleet(ranks=1)
     (rank,) = fleet.ranks
     fleet.owner.save(fleet.keys(4), [0, 1, 2, 3], cause="last")
     plan = fleet.plan()
@@ -63,8 +61,8 @@ def test_the_last_report_says_how_copies_ended(
     )
 
 
-def test_a_rank_with_nothing_in_hand_has_nothing_to_say(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_a_rank_with_nothing_in_hand_has_nothing_to_say() -> None:
+    fleet = Fleet(ranks=1)
 
     assert fleet.ranks[0].finish(60.0) is None
     assert fleet.ranks[0].close().clean

@@ -10,12 +10,13 @@ import pytest
 from penstock.cache.explain import MissReason
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, LeaseError
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.runtime.cache import Lease
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -247,7 +248,7 @@ def test_a_fork_in_the_middle_of_the_prompt_may_go_on_otherwise(engine: Engine) 
     assert engine.turn(other).cached_tokens == 12
 
 
-def test_many_forks_of_one_request_keep_apart(make_engine: MakeEngine) -> None:
+def test_many_forks_of_one_request_keep_apart() -> None:
     engine = make_engine(blocks=32)
     prompt = tokens(6)
     origin = engine.cache.acquire(prompt)
@@ -283,7 +284,7 @@ def test_a_fork_tells_what_it_shares(engine: Engine) -> None:
 # ---------------------------------------------------------------- coming and going
 
 
-def test_a_preempted_request_finds_its_blocks_again_below(make_engine: MakeEngine) -> None:
+def test_a_preempted_request_finds_its_blocks_again_below() -> None:
     engine = make_engine(write="selective", tiers={"host": 64})
     sequence = tokens(14)
     lease = engine.cache.acquire(sequence)

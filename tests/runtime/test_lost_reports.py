@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +12,7 @@ from penstock.runtime import rank_links
 from penstock.runtime.messages import NAME_BYTES_MAX, decode_plan
 from penstock.runtime.rank_links import ASK_S, GRACE_S, SequenceNumbers
 from penstock.vocabulary.keys import OperationId
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import Fleet, MakeFleet
+from tests.runtime.conftest import Fleet
 
 
 class Clock:
@@ -41,10 +38,10 @@ def outcomes(fleet: Fleet) -> list[tuple[Outcome, str, bool]]:
 
 
 def test_a_gap_between_reports_fails_what_the_missing_one_told(
-    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    fleet: Fleet = make_fleet(ranks=2)
+    fleet = Fleet(ranks=2)
     clock = Clock(fleet)
     lost, other = fleet.keys(2), fleet.keys(2, first=100)
     fleet.owner.save(lost, [0, 1], cause="lost")
@@ -67,8 +64,8 @@ def test_a_gap_between_reports_fails_what_the_missing_one_told(
     fleet.owner.audit()
 
 
-def test_what_a_rank_still_has_in_hand_is_not_given_up(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_what_a_rank_still_has_in_hand_is_not_given_up() -> None:
+    fleet = Fleet(ranks=1)
     clock = Clock(fleet)
     rank = fleet.ranks[0]
     fleet.owner.save(fleet.keys(1), [0], cause="lost")
@@ -94,8 +91,8 @@ def test_what_a_rank_still_has_in_hand_is_not_given_up(make_fleet: MakeFleet) ->
     assert [outcome for outcome, _, _ in told] == [Outcome.DONE, Outcome.FAILED, Outcome.DONE]
 
 
-def test_a_report_that_was_overtaken_is_not_lost(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_a_report_that_was_overtaken_is_not_lost() -> None:
+    fleet = Fleet(ranks=1)
     clock = Clock(fleet)
     reports = []
     for chain in range(3):
@@ -118,10 +115,8 @@ def test_a_report_that_was_overtaken_is_not_lost(make_fleet: MakeFleet) -> None:
     assert [outcome for outcome, _, _ in outcomes(fleet)] == [Outcome.DONE] * 3
 
 
-def test_the_last_report_of_all_is_missed_when_its_operation_is_overdue(
-    make_fleet: MakeFleet,
-) -> None:
-    fleet: Fleet = make_fleet(ranks=2, settings="operation_timeout_s = 10.0")
+def test_the_last_report_of_all_is_missed_when_its_operation_is_overdue() -> None:
+    fleet = Fleet(ranks=2, settings="operation_timeout_s = 10.0")
     clock = Clock(fleet)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="lost")
     step(fleet, losing=0)
@@ -140,8 +135,8 @@ def test_the_last_report_of_all_is_missed_when_its_operation_is_overdue(
     fleet.owner.audit()
 
 
-def test_an_idle_owner_wakes_when_a_gap_has_lasted_long_enough(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_an_idle_owner_wakes_when_a_gap_has_lasted_long_enough() -> None:
+    fleet = Fleet(ranks=1)
     clock = Clock(fleet)
     fleet.owner.save(fleet.keys(1), [0], cause="lost")
     step(fleet, losing=0)
@@ -152,8 +147,8 @@ def test_an_idle_owner_wakes_when_a_gap_has_lasted_long_enough(make_fleet: MakeF
     assert fleet.owner._driver.next_due() == clock.now + GRACE_S
 
 
-def test_an_idle_owner_wakes_for_the_gap_that_was_seen_first(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_an_idle_owner_wakes_for_the_gap_that_was_seen_first() -> None:
+    fleet = Fleet(ranks=2)
     clock = Clock(fleet)
     for number, losing in enumerate((0, 1, None)):
         fleet.owner.save(fleet.keys(1, first=100 * number), [number], cause=f"save {number}")
@@ -178,10 +173,8 @@ def test_numbers_know_what_is_missing(came: list[int], missing: int) -> None:
     assert numbers.missing == 0
 
 
-def test_a_plan_has_a_bound_whatever_it_is_made_of(
-    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_a_plan_has_a_bound_whatever_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(ranks=1)
     monkeypatch.setattr(rank_links, "PLAN_BYTES", 10 * NAME_BYTES_MAX)
     queue = fleet.owner._driver.links
     names = [OperationId(7, 0, number) for number in range(1, 26)]

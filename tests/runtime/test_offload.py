@@ -12,11 +12,10 @@ from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.machine import effects as ef
 from penstock.testing.tier_suite import LAYOUTS, read_slots, write_slots
+from tests.runtime.conftest import World
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-
-    from tests.runtime.conftest import MakeWorld, World
 
 
 def keys(count: int, name: str = "k") -> list[bytes]:
@@ -27,8 +26,8 @@ def keys(count: int, name: str = "k") -> list[bytes]:
 
 
 @pytest.mark.parametrize("layout", [kind for kind in LAYOUTS if "groups" not in kind])
-def test_saved_blocks_come_back_into_any_slots(make_world: MakeWorld, layout: str) -> None:
-    world = make_world(layout=layout)
+def test_saved_blocks_come_back_into_any_slots(layout: str) -> None:
+    world = World(layout=layout)
     world.saved(keys(4), [0, 1, 2, 3])
     world.wipe_device()
 
@@ -39,8 +38,8 @@ def test_saved_blocks_come_back_into_any_slots(make_world: MakeWorld, layout: st
     assert not world.device_bytes([2, 4]).any()
 
 
-def test_a_save_reads_the_slots_and_leaves_them_as_they_are(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_save_reads_the_slots_and_leaves_them_as_they_are() -> None:
+    world = World()
 
     started = world.saved(keys(3), [4, 2, 0])
 
@@ -49,8 +48,8 @@ def test_a_save_reads_the_slots_and_leaves_them_as_they_are(make_world: MakeWorl
     np.testing.assert_array_equal(world.device_bytes(range(6)), world.content)
 
 
-def test_every_operation_is_reported_once(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_every_operation_is_reported_once() -> None:
+    world = World()
 
     saved = world.offload.save(keys(3), [0, 1, 2], cause="a request")
     told = world.settle()
@@ -62,8 +61,8 @@ def test_every_operation_is_reported_once(make_world: MakeWorld) -> None:
     assert world.offload.poll() == []
 
 
-def test_work_is_cut_into_operations_of_bounded_size(make_world: MakeWorld) -> None:
-    world = make_world(settings="operation_blocks_max = 2")
+def test_work_is_cut_into_operations_of_bounded_size() -> None:
+    world = World(settings="operation_blocks_max = 2")
 
     started = world.offload.save(keys(5), [0, 1, 2, 3, 4], cause="save")
     told = world.settle()
@@ -72,8 +71,8 @@ def test_work_is_cut_into_operations_of_bounded_size(make_world: MakeWorld) -> N
     assert [each.operation for each in told] == list(started.operations)
 
 
-def test_nothing_to_save_is_nothing_to_do(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_nothing_to_save_is_nothing_to_do() -> None:
+    world = World()
     world.saved(keys(3), [0, 1, 2])
 
     again = world.offload.save(keys(4), [0, 1, 2, 3], cause="again")
@@ -83,8 +82,8 @@ def test_nothing_to_save_is_nothing_to_do(make_world: MakeWorld) -> None:
     assert (empty.operations, empty.accepted) == ((), ())
 
 
-def test_the_engine_may_reuse_its_array_of_slots_at_once(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_the_engine_may_reuse_its_array_of_slots_at_once() -> None:
+    world = World()
     slots = np.array([0, 1, 2], dtype=np.int32)
 
     world.offload.save(keys(3), slots, cause="save")
@@ -98,8 +97,8 @@ def test_the_engine_may_reuse_its_array_of_slots_at_once(make_world: MakeWorld) 
 # ---------------------------------------------------------------- looking
 
 
-def test_a_lookup_tells_ready_from_coming_from_missing(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_lookup_tells_ready_from_coming_from_missing() -> None:
+    world = World()
     world.saved(keys(2), [0, 1])
     world.offload.save(keys(4), [0, 1, 2, 3], cause="save")
 
@@ -113,8 +112,8 @@ def test_a_lookup_tells_ready_from_coming_from_missing(make_world: MakeWorld) ->
     assert after.miss.block == 4
 
 
-def test_a_lookup_goes_on_where_the_last_one_ended(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
+    world = World()
     world.saved(keys(2), [0, 1])
     last = world.offload.lookup(keys(4))
     world.saved(keys(4), [0, 1, 2, 3])
@@ -126,8 +125,8 @@ def test_a_lookup_goes_on_where_the_last_one_ended(make_world: MakeWorld) -> Non
     assert found.ready == 4
 
 
-def test_a_lookup_starts_anew_when_blocks_were_lost(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4})
+def test_a_lookup_starts_anew_when_blocks_were_lost() -> None:
+    world = World(tiers={"host": 4})
     world.saved(keys(4), [0, 1, 2, 3])
     last = world.offload.lookup(keys(4))
     world.saved(keys(3, "other"), [0, 1, 2])
@@ -140,10 +139,8 @@ def test_a_lookup_starts_anew_when_blocks_were_lost(make_world: MakeWorld) -> No
     assert found.miss.reason is MissReason.EVICTED
 
 
-def test_a_hit_that_is_not_worth_loading_is_counted_once_however_often_it_is_looked_up(
-    make_world: MakeWorld,
-) -> None:
-    world = make_world()
+def test_a_hit_that_is_not_worth_loading_is_counted_once_however_often_it_is_looked_up() -> None:
+    world = World()
     world.saved(keys(4), [0, 1, 2, 3])
     world.offload.load(keys(4), [0, 1, 2, 3], cause="measured")
     world.now += 1.0
@@ -161,8 +158,8 @@ def test_a_hit_that_is_not_worth_loading_is_counted_once_however_often_it_is_loo
     assert statistics.tokens_computed_instead == 16
 
 
-def test_only_leading_blocks_that_are_ready_are_loaded(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_only_leading_blocks_that_are_ready_are_loaded() -> None:
+    world = World()
     world.saved([keys(4)[0], *keys(4)[2:]], [0, 2, 3])
     world.wipe_device()
 
@@ -178,8 +175,8 @@ def test_only_leading_blocks_that_are_ready_are_loaded(make_world: MakeWorld) ->
 # ---------------------------------------------------------------- no room
 
 
-def test_as_many_leading_blocks_are_saved_as_there_is_room_for(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4})
+def test_as_many_leading_blocks_are_saved_as_there_is_room_for() -> None:
+    world = World(tiers={"host": 4})
 
     started = world.saved(keys(6), range(6))
 
@@ -189,8 +186,8 @@ def test_as_many_leading_blocks_are_saved_as_there_is_room_for(make_world: MakeW
     assert world.offload.lookup(keys(6)).ready == 4
 
 
-def test_blocks_of_lower_priority_make_room_first(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4})
+def test_blocks_of_lower_priority_make_room_first() -> None:
+    world = World(tiers={"host": 4})
     world.saved(keys(2, "dear"), [0, 1], priority=5)
     world.saved(keys(2, "cheap"), [2, 3])
 
@@ -200,8 +197,8 @@ def test_blocks_of_lower_priority_make_room_first(make_world: MakeWorld) -> None
     assert world.offload.lookup(keys(2, "cheap")).ready == 0
 
 
-def test_blocks_whose_time_has_passed_make_room_first(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4})
+def test_blocks_whose_time_has_passed_make_room_first() -> None:
+    world = World(tiers={"host": 4})
     world.saved(keys(2, "lasting"), [0, 1])
     world.saved(keys(2, "passing"), [2, 3], ttl_s=10.0)
     world.now = 11.0
@@ -213,8 +210,8 @@ def test_blocks_whose_time_has_passed_make_room_first(make_world: MakeWorld) -> 
     assert world.offload.lookup(keys(2, "passing")).ready == 0
 
 
-def test_a_chain_saved_in_parts_still_leaves_from_its_end(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4})
+def test_a_chain_saved_in_parts_still_leaves_from_its_end() -> None:
+    world = World(tiers={"host": 4})
     world.saved(keys(4)[:2], [0, 1])
     world.saved(keys(4)[2:], [2, 3], parent=keys(4)[1])
 
@@ -223,8 +220,8 @@ def test_a_chain_saved_in_parts_still_leaves_from_its_end(make_world: MakeWorld)
     assert world.offload.lookup(keys(4)).ready == 3
 
 
-def test_a_tenant_over_its_quota_gets_no_more_room(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 32}, tier_settings="quotas = { red = 0.125 }")
+def test_a_tenant_over_its_quota_gets_no_more_room() -> None:
+    world = World(tiers={"host": 32}, tier_settings="quotas = { red = 0.125 }")
 
     started = world.saved(keys(6), range(6), tenant="red")
     found = world.offload.lookup(keys(6))
@@ -235,8 +232,8 @@ def test_a_tenant_over_its_quota_gets_no_more_room(make_world: MakeWorld) -> Non
     assert world.saved(keys(6, "blue"), range(6), tenant="blue").accepted == tuple(range(6))
 
 
-def test_a_selective_tier_takes_what_was_shown_often_enough(make_world: MakeWorld) -> None:
-    world = make_world(tier_settings='write = "selective"\nhits = 2')
+def test_a_selective_tier_takes_what_was_shown_often_enough() -> None:
+    world = World(tier_settings='write = "selective"\nhits = 2')
 
     first = world.saved(keys(2), [0, 1])
     second = world.saved(keys(2), [0, 1])
@@ -248,8 +245,8 @@ def test_a_selective_tier_takes_what_was_shown_often_enough(make_world: MakeWorl
 # ---------------------------------------------------------------- further tiers
 
 
-def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 4, "far": 32})
+def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded() -> None:
+    world = World(tiers={"host": 4, "far": 32})
     world.saved(keys(3), [0, 1, 2])
     world.saved(keys(4, "other"), [3, 4, 5, 0])
     world.wipe_device()
@@ -265,8 +262,8 @@ def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded(make_world: 
     np.testing.assert_array_equal(world.device_bytes([3, 4, 5]), world.content[:3])
 
 
-def test_a_prefetch_of_what_is_up_already_does_nothing(make_world: MakeWorld) -> None:
-    world = make_world(tiers={"host": 8, "far": 32})
+def test_a_prefetch_of_what_is_up_already_does_nothing() -> None:
+    world = World(tiers={"host": 8, "far": 32})
     world.saved(keys(3), [0, 1, 2])
 
     started = world.offload.prefetch(keys(4), cause="ahead")
@@ -278,10 +275,8 @@ def test_a_prefetch_of_what_is_up_already_does_nothing(make_world: MakeWorld) ->
 # ---------------------------------------------------------------- ends of all kinds
 
 
-def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet(
-    make_world: MakeWorld,
-) -> None:
-    world = make_world()
+def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet() -> None:
+    world = World()
     world.saved(keys(3), [0, 1, 2])
     (operation,) = world.offload.load(keys(3), [3, 4, 5], cause="load").operations
 
@@ -296,8 +291,8 @@ def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet(
     np.testing.assert_array_equal(world.device_bytes([3, 4, 5]), world.content[3:])
 
 
-def test_a_cancelled_save_leaves_nothing_to_be_found(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_cancelled_save_leaves_nothing_to_be_found() -> None:
+    world = World()
     (operation,) = world.offload.save(keys(3), [0, 1, 2], cause="save").operations
 
     world.offload.cancel(operation)
@@ -307,8 +302,8 @@ def test_a_cancelled_save_leaves_nothing_to_be_found(make_world: MakeWorld) -> N
     assert world.offload.statistics().tiers[0].free == 32
 
 
-def test_to_cancel_what_has_ended_changes_nothing(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_to_cancel_what_has_ended_changes_nothing() -> None:
+    world = World()
     (operation,) = world.saved(keys(3), [0, 1, 2]).operations
 
     world.offload.cancel(operation)
@@ -317,8 +312,8 @@ def test_to_cancel_what_has_ended_changes_nothing(make_world: MakeWorld) -> None
     assert world.offload.lookup(keys(3)).ready == 3
 
 
-def test_an_operation_expires_at_its_deadline(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_an_operation_expires_at_its_deadline() -> None:
+    world = World()
     world.saved(keys(3), [0, 1, 2])
     world.offload.load(keys(3), [3, 4, 5], cause="load", deadline=5.0)
 
@@ -331,8 +326,8 @@ def test_an_operation_expires_at_its_deadline(make_world: MakeWorld) -> None:
     assert settled == ef.Settled(operation=ended.operation)
 
 
-def test_a_reset_cancels_and_voids_everything(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_reset_cancels_and_voids_everything() -> None:
+    world = World()
     world.saved(keys(3), [0, 1, 2])
     world.offload.load(keys(3), [3, 4, 5], cause="load")
 
@@ -345,8 +340,8 @@ def test_a_reset_cancels_and_voids_everything(make_world: MakeWorld) -> None:
     assert world.offload.statistics().tiers[0].free == 32
 
 
-def test_damaged_blocks_are_faults_and_the_others_arrive(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_damaged_blocks_are_faults_and_the_others_arrive() -> None:
+    world = World()
     world.saved(keys(3), [0, 1, 2])
     host = read_slots(world.lower[0], range(32))
     (slot,) = np.flatnonzero((host == world.content[1]).all(axis=1)).tolist()
@@ -373,8 +368,8 @@ def halves(world: World) -> tuple[slice, slice]:
     return slice(0, first), slice(first, None)
 
 
-def test_groups_are_saved_from_and_loaded_into_slots_of_their_own(make_world: MakeWorld) -> None:
-    world = make_world(layout="groups of different kinds")
+def test_groups_are_saved_from_and_loaded_into_slots_of_their_own() -> None:
+    world = World(layout="groups of different kinds")
     first, second = halves(world)
     world.saved(keys(2), [[0, 1], [5, 3]])
     world.wipe_device()
@@ -388,8 +383,8 @@ def test_groups_are_saved_from_and_loaded_into_slots_of_their_own(make_world: Ma
     assert not held[[2, 3, 4, 5]][:, second].any()
 
 
-def test_a_group_that_does_not_need_a_block_is_left_alone(make_world: MakeWorld) -> None:
-    world = make_world(layout="two groups")
+def test_a_group_that_does_not_need_a_block_is_left_alone() -> None:
+    world = World(layout="two groups")
     first, second = halves(world)
     world.saved(keys(2), [[0, 1], [0, 1]])
     world.wipe_device()
@@ -403,8 +398,8 @@ def test_a_group_that_does_not_need_a_block_is_left_alone(make_world: MakeWorld)
     assert not held[:4].any()
 
 
-def test_a_block_is_saved_in_every_group_or_not_at_all(make_world: MakeWorld) -> None:
-    world = make_world(layout="two groups")
+def test_a_block_is_saved_in_every_group_or_not_at_all() -> None:
+    world = World(layout="two groups")
 
     with pytest.raises(ValueError, match="a block is saved in every KV group, -1 is not a slot"):
         world.offload.save(keys(2), [[0, 1], [-1, 1]], cause="save")
@@ -426,10 +421,8 @@ def test_a_block_is_saved_in_every_group_or_not_at_all(make_world: MakeWorld) ->
         ("two groups", [[0, 1], [0, 9]], "slots of KV group 1 name slot 9, must be from 0 to 5"),
     ],
 )
-def test_slots_that_do_not_fit_are_refused(
-    make_world: MakeWorld, layout: str, slots: ArrayLike, problem: str
-) -> None:
-    world = make_world(layout=layout)
+def test_slots_that_do_not_fit_are_refused(layout: str, slots: ArrayLike, problem: str) -> None:
+    world = World(layout=layout)
 
     for refused in (world.offload.save, world.offload.load):
         with pytest.raises(ValueError, match=problem):
@@ -439,8 +432,8 @@ def test_slots_that_do_not_fit_are_refused(
     world.offload.audit()
 
 
-def test_a_key_that_occurs_twice_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_a_key_that_occurs_twice_is_refused() -> None:
+    world = World()
     world.saved(keys(2), [0, 1])
     twice = [*keys(2), *keys(1)]
 
@@ -455,8 +448,8 @@ def test_a_key_that_occurs_twice_is_refused(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["k0..............", b"too short", 7])
-def test_what_is_no_key_is_not_saved(make_world: MakeWorld, wrong: object) -> None:
-    world = make_world()
+def test_what_is_no_key_is_not_saved(wrong: object) -> None:
+    world = World()
 
     with pytest.raises(ValueError, match=re.escape(f"keys[1] is {wrong!r}, must be 16 bytes")):
         world.offload.save([keys(1)[0], wrong], [0, 1], cause="wrong")  # type: ignore[list-item]
@@ -467,8 +460,8 @@ def test_what_is_no_key_is_not_saved(make_world: MakeWorld, wrong: object) -> No
 # ---------------------------------------------------------------- telling
 
 
-def test_events_stories_and_snapshot_tell_what_is_there(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_events_stories_and_snapshot_tell_what_is_there() -> None:
+    world = World()
     world.saved(keys(2), [0, 1])
 
     (event,) = world.offload.take_kv_events()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from penstock.errors import CapacityError
 from penstock.runtime import offload as offload_module
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import MakeWorld, World
+from tests.runtime.conftest import World
 
 
 def keys(name: int) -> list[bytes]:
     return [f"key {name}".encode().ljust(16, b".")]
 
 
-def test_results_are_told_so_many_at_a_time(make_world: MakeWorld) -> None:
-    world: World = make_world()
+def test_results_are_told_so_many_at_a_time() -> None:
+    world = World()
     for number in range(5):
         world.offload.save(keys(number), [number], cause=f"save {number}")
         world.offload.step()
@@ -29,10 +25,10 @@ def test_results_are_told_so_many_at_a_time(make_world: MakeWorld) -> None:
 
 
 def test_an_engine_that_never_polls_is_stopped_before_results_fill_its_memory(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(offload_module, "RESULTS_MAX", 2)
-    world: World = make_world()
+    world = World()
     for number in range(3):
         world.offload.save(keys(number), [number], cause=f"save {number}")
         world.offload.step()

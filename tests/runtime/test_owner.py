@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,14 +15,12 @@ from penstock.machine import effects as ef
 from penstock.movers.base import Moved
 from penstock.runtime import rank_links
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import Fleet, MakeFleet
+from tests.runtime.conftest import Fleet
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_gets_back_what_it_gave(make_fleet: MakeFleet, ranks: int) -> None:
-    fleet: Fleet = make_fleet(ranks=ranks)
+def test_every_rank_gets_back_what_it_gave(ranks: int) -> None:
+    fleet = Fleet(ranks=ranks)
     keys = fleet.keys(3)
     before = [kv[:3].copy() for kv in fleet.kv]
     fleet.owner.save(keys, [0, 1, 2], cause="save")
@@ -38,8 +35,8 @@ def test_every_rank_gets_back_what_it_gave(make_fleet: MakeFleet, ranks: int) ->
         assert np.array_equal(kv[[7, 5, 6]], saved)
 
 
-def test_a_block_is_ready_when_the_last_rank_has_written_it(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=3)
+def test_a_block_is_ready_when_the_last_rank_has_written_it() -> None:
+    fleet = Fleet(ranks=3)
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.plan()
@@ -54,8 +51,8 @@ def test_a_block_is_ready_when_the_last_rank_has_written_it(make_fleet: MakeFlee
     assert ready == [0, 0, 2]
 
 
-def test_a_slow_rank_holds_up_what_it_has_to_do_and_nothing_else(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_slow_rank_holds_up_what_it_has_to_do_and_nothing_else() -> None:
+    fleet = Fleet(ranks=2)
     chains = [fleet.keys(2, first=100 * chain) for chain in range(3)]
     for chain, keys in enumerate(chains):
         fleet.owner.save(keys, [2 * chain, 2 * chain + 1], cause=f"chain {chain}")
@@ -115,10 +112,8 @@ class Post:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_order_grouping_and_repetition_of_messages_change_nothing(
-    make_fleet: MakeFleet, seed: int
-) -> None:
-    fleet: Fleet = make_fleet(ranks=3, blocks=32, settings="operation_blocks_max = 3")
+def test_order_grouping_and_repetition_of_messages_change_nothing(seed: int) -> None:
+    fleet = Fleet(ranks=3, blocks=32, settings="operation_blocks_max = 3")
     post = Post(fleet, seed)
     keys = fleet.keys(8)
     before = [kv.copy() for kv in fleet.kv]
@@ -137,8 +132,8 @@ def test_order_grouping_and_repetition_of_messages_change_nothing(
     fleet.owner.audit()
 
 
-def test_a_cancelled_operation_settles_when_every_rank_has_stopped(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_cancelled_operation_settles_when_every_rank_has_stopped() -> None:
+    fleet = Fleet(ranks=2)
     (operation,) = fleet.owner.save(fleet.keys(4), [0, 1, 2, 3], cause="save").operations
     fleet.plan()
     for rank in fleet.ranks:
@@ -159,8 +154,8 @@ def test_a_cancelled_operation_settles_when_every_rank_has_stopped(make_fleet: M
     assert told == [[], [ef.Settled(operation=operation)]]
 
 
-def test_corrupt_bytes_on_one_rank_are_a_miss_on_all(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_corrupt_bytes_on_one_rank_are_a_miss_on_all() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(3)
     fleet.owner.save(keys, [0, 1, 2], cause="save")
     fleet.settle()
@@ -177,10 +172,8 @@ def test_corrupt_bytes_on_one_rank_are_a_miss_on_all(make_fleet: MakeFleet) -> N
     assert (found.ready, found.miss.reason) == (1, MissReason.CORRUPT)
 
 
-def test_a_plan_does_not_grow_without_bound(
-    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet: Fleet = make_fleet(ranks=1, blocks=60_000)
+def test_a_plan_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(ranks=1, blocks=60_000)
     (rank,) = fleet.ranks
     for number in range(7):
         fleet.owner.save(fleet.keys(8, first=64 * number), range(8), cause="x" * 1000)
@@ -203,8 +196,8 @@ def test_a_plan_does_not_grow_without_bound(
 # ---------------------------------------------------------------- ranks go and come
 
 
-def test_a_lost_rank_fails_what_it_had_to_do_and_shows_in_health(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_lost_rank_fails_what_it_had_to_do_and_shows_in_health() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     healthy = fleet.owner.health()
     fleet.owner.save(keys, [0, 1], cause="save")
@@ -228,8 +221,8 @@ def test_a_lost_rank_fails_what_it_had_to_do_and_shows_in_health(make_fleet: Mak
         fleet.owner.load(keys, [3, 4], cause="load")
 
 
-def test_a_rank_that_is_back_works_with_empty_memory(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_rank_that_is_back_works_with_empty_memory() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
@@ -247,8 +240,8 @@ def test_a_rank_that_is_back_works_with_empty_memory(make_fleet: MakeFleet) -> N
     assert fleet.owner.lookup(keys).ready == 2
 
 
-def test_a_tier_whose_memory_was_kept_keeps_its_blocks(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2, tier='kind = "host"')
+def test_a_tier_whose_memory_was_kept_keeps_its_blocks() -> None:
+    fleet = Fleet(ranks=2, tier='kind = "host"')
     keys = fleet.keys(2)
     before = [kv[:2].copy() for kv in fleet.kv]
     fleet.owner.save(keys, [0, 1], cause="save")
@@ -268,8 +261,8 @@ def test_a_tier_whose_memory_was_kept_keeps_its_blocks(make_fleet: MakeFleet) ->
         assert np.array_equal(kv[6:8], saved)
 
 
-def test_what_an_earlier_life_says_is_not_heard(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_what_an_earlier_life_says_is_not_heard() -> None:
+    fleet = Fleet(ranks=2)
     keys = fleet.keys(2)
     old = fleet.ranks[1]
     fleet.owner.ranks.lose(1, "no answer")
@@ -293,8 +286,8 @@ def test_what_an_earlier_life_says_is_not_heard(make_fleet: MakeFleet) -> None:
     assert fleet.owner.lookup(keys).ready == 2
 
 
-def test_a_rank_that_started_anew_without_a_word_is_lost(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_rank_that_started_anew_without_a_word_is_lost() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
     fleet.ranks[1] = fleet.open_rank(1)
     fleet.plan()
@@ -309,8 +302,8 @@ def test_a_rank_that_started_anew_without_a_word_is_lost(make_fleet: MakeFleet) 
     assert ended.outcome is Outcome.FAILED
 
 
-def test_a_life_that_was_lost_does_not_come_back(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_life_that_was_lost_does_not_come_back() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.ranks.lose(1, "no answer")
 
     with pytest.raises(PeerError, match="must be another than the one that was lost"):
@@ -319,8 +312,8 @@ def test_a_life_that_was_lost_does_not_come_back(make_fleet: MakeFleet) -> None:
     assert not fleet.owner.health().ok
 
 
-def test_a_rank_is_back_only_with_as_much_as_before(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
+def test_a_rank_is_back_only_with_as_much_as_before() -> None:
+    fleet = Fleet(ranks=2)
     fleet.owner.ranks.lose(1, "killed")
     fleet.kv[1] = fleet.kv[1][:6].copy()
 
@@ -328,9 +321,9 @@ def test_a_rank_is_back_only_with_as_much_as_before(make_fleet: MakeFleet) -> No
         fleet.owner.ranks.rejoin(fleet.open_rank(1).facts)
 
 
-def test_ranks_that_there_are_not_are_refused(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=2)
-    third = make_fleet(ranks=3).ranks[2]
+def test_ranks_that_there_are_not_are_refused() -> None:
+    fleet = Fleet(ranks=2)
+    third = Fleet(ranks=3).ranks[2]
 
     with pytest.raises(ValueError, match="rank is 2, must be from 0 to 1"):
         fleet.owner.ranks.lose(2, "killed")
@@ -341,9 +334,9 @@ def test_ranks_that_there_are_not_are_refused(make_fleet: MakeFleet) -> None:
 # ---------------------------------------------------------------- strangers
 
 
-def test_two_engines_on_one_machine_share_nothing(make_fleet: MakeFleet) -> None:
-    ours: Fleet = make_fleet(ranks=2, tier='kind = "host"', seed=1)
-    theirs: Fleet = make_fleet(ranks=2, tier='kind = "host"', seed=2)
+def test_two_engines_on_one_machine_share_nothing() -> None:
+    ours = Fleet(ranks=2, tier='kind = "host"', seed=1)
+    theirs = Fleet(ranks=2, tier='kind = "host"', seed=2)
     keys = ours.keys(2)
     for fleet in (ours, theirs):
         fleet.owner.save(keys, [0, 1], cause="save")
@@ -371,8 +364,8 @@ def test_two_engines_on_one_machine_share_nothing(make_fleet: MakeFleet) -> None
 
 
 @pytest.mark.parametrize("message", [b"", b"R\x01\x90", b"P\x01\x94\x01\x01\x90\x90"])
-def test_a_report_that_cannot_be_read_is_refused(make_fleet: MakeFleet, message: bytes) -> None:
-    fleet: Fleet = make_fleet()
+def test_a_report_that_cannot_be_read_is_refused(message: bytes) -> None:
+    fleet = Fleet()
 
     with pytest.raises(PeerError, match="a report"):
         fleet.owner.ranks.receive(message)
@@ -380,8 +373,8 @@ def test_a_report_that_cannot_be_read_is_refused(make_fleet: MakeFleet, message:
     assert fleet.owner.health().ok
 
 
-def test_faults_at_blocks_that_there_are_not_are_refused(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet()
+def test_faults_at_blocks_that_there_are_not_are_refused() -> None:
+    fleet = Fleet()
     (operation,) = fleet.owner.save(fleet.keys(2), [0, 1], cause="save").operations
     moved = [Moved(operation, ((2, BlockFault.CORRUPT),))]
     message = encode_report(
@@ -409,8 +402,8 @@ def test_a_cache_with_its_rank_in_this_process_has_no_ranks_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("part", ["kv", "layout", "keeper"])
-def test_memory_is_given_to_ranks_and_not_to_their_owner(part: str, make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_memory_is_given_to_ranks_and_not_to_their_owner(part: str) -> None:
+    fleet = Fleet(ranks=1)
     given = {part: np.zeros((8, 4))}
 
     with pytest.raises(ValueError, match=f"{part} belongs to a rank: give it to open_rank"):

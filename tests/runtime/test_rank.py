@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.runtime.messages import Plan, TierFacts, decode_report, encode_plan
 from penstock.vocabulary.keys import OperationId
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import Fleet, MakeFleet
+from tests.runtime.conftest import Fleet
 
 OWNER = 77
 
@@ -47,8 +44,8 @@ def plan(sequence: int = 1, *copies: Copy, owner: int = OWNER, abandoned: object
 
 
 @pytest.fixture
-def rank(make_fleet: MakeFleet) -> penstock.Rank:
-    fleet: Fleet = make_fleet()
+def rank() -> penstock.Rank:
+    fleet = Fleet()
     return fleet.ranks[1]
 
 
@@ -132,8 +129,8 @@ def test_a_plan_that_names_what_is_not_there_is_refused_as_a_whole(
     assert rank.busy
 
 
-def test_a_load_may_leave_blocks_out(rank: penstock.Rank, make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(ranks=1)
+def test_a_load_may_leave_blocks_out(rank: penstock.Rank) -> None:
+    fleet = Fleet(ranks=1)
     (rank,) = fleet.ranks
     before = fleet.kv[0].copy()
     rank.take(plan(1, copy(1)))
@@ -191,8 +188,8 @@ def test_closing_without_time_cuts_copies_short_and_says_so(rank: penstock.Rank)
     assert rank.close(60) is drained
 
 
-def test_a_closed_rank_takes_nothing_and_has_given_its_memory_back(make_fleet: MakeFleet) -> None:
-    fleet: Fleet = make_fleet(tier='kind = "host"')
+def test_a_closed_rank_takes_nothing_and_has_given_its_memory_back() -> None:
+    fleet = Fleet(tier='kind = "host"')
     (fd,) = fleet.ranks[0].arenas.values()
 
     with fleet.ranks[0] as rank:

@@ -10,15 +10,16 @@ import penstock
 from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
 from penstock.runtime.cache import Verdict
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 PROMPT = list(range(13))
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine) -> Engine:
+def engine() -> Engine:
     """An engine that has the prompt below its device alone."""
     engine = make_engine(blocks=4)
     engine.turn(PROMPT)
@@ -78,7 +79,7 @@ def test_there_is_nothing_to_join_where_nothing_is_loaded(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("wish", ["auto", "off"])
-def test_the_wish_for_layers_changes_nothing_on_a_cpu(make_engine: MakeEngine, wish: str) -> None:
+def test_the_wish_for_layers_changes_nothing_on_a_cpu(wish: str) -> None:
     engine = make_engine(blocks=4, settings=f'layer_wise = "{wish}"')
     engine.turn(PROMPT)
     engine.turn([*range(100, 113)])

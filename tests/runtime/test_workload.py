@@ -15,10 +15,11 @@ import pytest
 
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
+from tests.runtime.conftest import make_engine
 
 if TYPE_CHECKING:
     from penstock.runtime.cache import Lease
-    from tests.runtime.conftest import Engine, MakeEngine
+    from tests.runtime.conftest import Engine
 
 RUNNING_MAX = 4
 TOKENS_MAX = 48
@@ -182,9 +183,7 @@ LIVES: dict[str, tuple[int, dict[str, object]]] = {
 
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("life", LIVES)
-def test_a_long_random_life_reads_every_byte_right_and_loses_no_slot(
-    make_engine: MakeEngine, life: str, times: int
-) -> None:
+def test_a_long_random_life_reads_every_byte_right_and_loses_no_slot(life: str, times: int) -> None:
     requests, settings = LIVES[life]
     requests *= times
     engine = make_engine(**settings)
