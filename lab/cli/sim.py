@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lab.cli.options import SeedsOption, StartOption, TraceOption, chosen_seeds
-from lab.sim.campaign import DEFECTS, failure_of, run_campaign
+from lab.explore.result import DEFECTS
+from lab.sim.campaign import failure_of, run_campaign
 from lab.sim.report import document_of, failure_lines, lines_of
 from lab.sim.scenarios import Scenario, world_of
 from penstock import __version__

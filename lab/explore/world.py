@@ -23,7 +23,7 @@ Move = TypeVar("Move")
 
 
 class Violation(PenstockError):  # noqa: N818 - what a world found, not an error of its caller
-    """A promise was broken: in a state, or by a move."""
+    """A promise was broken."""
 
     def __init__(self, checker: str, problem: str) -> None:
         super().__init__(f"{checker}: {problem}")

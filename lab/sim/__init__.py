@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.world import World
 
-__all__ = ["SimulationError", "World"]
+__all__ = ["Violation", "World"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +36,11 @@ class Agenda:
         """Lets everything happen, until nothing is left.
 
         Raises:
-            SimulationError: something is left after so many steps.
+            Violation: something is left after so many steps.
         """
         for _ in range(step_count_max):
             if not self._entries:
                 return
             self.now, _, action, arguments = heappop(self._entries)
             action(*arguments)
-        raise SimulationError("liveness", "the world does not come to rest")
+        raise Violation("liveness", "the world does not come to rest")

@@ -18,25 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.result import DEFECTS
+from lab.explore.world import Violation
 from lab.sim.coverage import Coverage, counting_moves
 from lab.sim.scenarios import Scenario, kinds_of, world_of
-from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-DEFECTS = (
-    PenstockError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""How a defect of the cache can show itself: anything but the end of the process."""
 
 _BATCH_SEEDS = 50
 """About a second of work, so that progress is seen and processes end together."""
@@ -78,7 +66,7 @@ def failure_of(seed: int, error: Exception) -> Failure:
     """What to remember of the error that ended a world."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     checker, problem = type(error).__name__, str(error)
-    if isinstance(error, SimulationError):
+    if isinstance(error, Violation):
         checker, problem = error.checker, error.problem
     return Failure(
         seed=seed,

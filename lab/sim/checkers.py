@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lab.explore.world import Violation
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
 from penstock.cache.settings import HUB
 from penstock.cache.states import LeaseState, SlotState
-from penstock.errors import PenstockError
 from penstock.machine import events as ev
 from penstock.machine.effects import Copy, DropBlocks, Ended
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
@@ -55,15 +55,6 @@ _LOSING_EVENTS = frozenset(
 """Blocks that go with these were lost or found corrupt, and did not leave in their turn."""
 
 
-class SimulationError(PenstockError):
-    """A promise of the cache was broken in a simulated world."""
-
-    def __init__(self, checker: str, problem: str) -> None:
-        super().__init__(f"{checker}: {problem}")
-        self.checker = checker
-        self.problem = problem
-
-
 class Claims:
     """Which copies may still read or write a slot, as far as anybody outside can know."""
 
@@ -76,7 +67,7 @@ class Claims:
         for slot in job.sources[0] if managed or job.source else ():
             writer = self._writers.get((job.source, slot))
             if writer is not None and writer.left:
-                raise SimulationError("reuse", f"{job} reads a slot that {writer} may still write")
+                raise Violation("reuse", f"{job} reads a slot that {writer} may still write")
             self._readers.setdefault((job.source, slot), []).append(job)
         for slot in job.targets[0] if managed or job.target else ():
             self.check_quiet(job.target, slot, str(job))
@@ -87,7 +78,7 @@ class Claims:
         for slot, key in zip(slots, keys, strict=True):
             writer = self._writers.get((tier, slot))
             if writer is not None and writer.left and key not in writer.keys:
-                raise SimulationError(
+                raise Violation(
                     "reuse", f"slot {slot} of tier {tier} is dropped, but {writer} writes it"
                 )
 
@@ -102,7 +93,7 @@ class Claims:
         place = (tier, slot)
         writer = self._writers.get(place)
         if writer is not None and writer.left:
-            raise SimulationError(
+            raise Violation(
                 "reuse", f"slot {slot} of tier {tier} goes to {by}, but {writer} may still write it"
             )
         readers = self._readers.get(place)
@@ -110,7 +101,7 @@ class Claims:
             if waits and reader.purpose is Purpose.SAVE:
                 continue
             if reader.left and not (computing and reader.purpose is Purpose.DUPLICATE):
-                raise SimulationError(
+                raise Violation(
                     "reuse",
                     f"slot {slot} of tier {tier} goes to {by}, but {reader} may still read it",
                 )
@@ -157,7 +148,7 @@ class KvReader:
                 elif isinstance(change, AllCleared):
                     self._cleared(change, event)
         if self._epoch != self._world.era:
-            raise SimulationError("kv events", f"a reset to epoch {self._world.era} was not told")
+            raise Violation("kv events", f"a reset to epoch {self._world.era} was not told")
         if self._handled % _SNAPSHOT_EVERY == 0:
             self.compare()
 
@@ -165,12 +156,12 @@ class KvReader:
         """What was replayed must be what the cache says it has."""
         snapshot = self._world.machine.kv_snapshot()
         if snapshot.sequence != self._sequence:
-            raise SimulationError(
+            raise Violation(
                 "kv events", f"snapshot {snapshot.sequence} after event {self._sequence}"
             )
         for name, rows in snapshot.blocks.items():
             if dict(rows) != self._blocks[name] or len(rows) != len(self._blocks[name]):
-                raise SimulationError("kv events", f"tier {name}: replay and snapshot differ")
+                raise Violation("kv events", f"tier {name}: replay and snapshot differ")
 
     def _start_over(self, snapshot: Snapshot) -> None:
         self._sequence = snapshot.sequence
@@ -183,7 +174,7 @@ class KvReader:
             # What stays in lower tiers cannot be asked for until its weights are back.
             self._blocks = {name: {} for name in self._tiers}
         if any(self._blocks.values()):
-            raise SimulationError("kv events", "blocks outlived a reset")
+            raise Violation("kv events", "blocks outlived a reset")
 
     def _stored(self, change: BlocksStored) -> None:
         blocks = self._blocks[change.tier]
@@ -192,10 +183,10 @@ class KvReader:
         self.stored_now.update((change.tier, key) for key in change.keys)
         for key in change.keys:
             if key in blocks:
-                raise SimulationError("kv events", f"a block was stored in {change.tier} twice")
+                raise Violation("kv events", f"a block was stored in {change.tier} twice")
             library = self._world.library
             if library.weights_of[key] != library.weights:
-                raise SimulationError("kv events", f"{change.tier} has a block of other weights")
+                raise Violation("kv events", f"{change.tier} has a block of other weights")
             blocks[key] = parent
             parent = key
             node = self._world.books.nodes.ids.get(key)
@@ -208,11 +199,11 @@ class KvReader:
         blocks = self._blocks[change.tier]
         for key in change.keys:
             if key not in blocks:
-                raise SimulationError("kv events", f"{change.tier} lost a block it did not have")
+                raise Violation("kv events", f"{change.tier} lost a block it did not have")
             del blocks[key]
         makes_room = self._tiers[change.tier].index in self._targets
         if isinstance(event, ev.TierOn) and event.kept and not makes_room:
-            raise SimulationError("usefulness", f"{change.tier} came back whole, but lost blocks")
+            raise Violation("usefulness", f"{change.tier} came back whole, but lost blocks")
         if type(event) in _LOSING_EVENTS:
             return
         world = self._world
@@ -220,11 +211,11 @@ class KvReader:
             if key in world.ranks.corrupt_now:
                 continue
             if key in world.ranks.undemoted_now:
-                raise SimulationError(
+                raise Violation(
                     "usefulness", f"a block left tier {change.tier} that was not written down"
                 )
             if key in world.engine.pinned:
-                raise SimulationError("pins", f"a pinned block left tier {change.tier}")
+                raise Violation("pins", f"a pinned block left tier {change.tier}")
             self._check_leaf(self._tiers[change.tier], key)
 
     def _check_leaf(self, tier: Tier, key: Key) -> None:
@@ -237,7 +228,7 @@ class KvReader:
         followers = np.flatnonzero((nodes.parent == node) & (tier.slot_of != NOWHERE))
         states = tier.pool.state[tier.slot_of[followers]]
         if (states != SlotState.LEAVING).any():
-            raise SimulationError("leaf first", f"a block left {tier.name} before its followers")
+            raise Violation("leaf first", f"a block left {tier.name} before its followers")
 
 
 class Model:
@@ -278,26 +269,26 @@ def check_drained(world: World) -> None:
     """Nobody holds or does anything any more: every slot is free, or ready and unheld."""
     books = world.books
     if world.ranks.open:
-        raise SimulationError("drain", f"copies are still open: {list(world.ranks.open)}")
+        raise Violation("drain", f"copies are still open: {list(world.ranks.open)}")
     if books.ledger.operations:
-        raise SimulationError("drain", f"operations stay: {list(books.ledger.operations)}")
+        raise Violation("drain", f"operations stay: {list(books.ledger.operations)}")
     if books.leases or books.pins or books.pinned or books.frontiers:
-        raise SimulationError("drain", "leases, pins or aims stay")
+        raise Violation("drain", "leases, pins or aims stay")
     for tier in books.owned_tiers():
         pool = tier.pool
         if pool.holders.any():
-            raise SimulationError("drain", f"tier {tier.name}: slots are held by nobody")
+            raise Violation("drain", f"tier {tier.name}: slots are held by nobody")
         quiet = (pool.state == SlotState.FREE) | (pool.state == SlotState.READY)
         if not quiet.all():
             slot = int(np.flatnonzero(~quiet)[0])
             state = SlotState(int(pool.state[slot])).name
-            raise SimulationError("drain", f"tier {tier.name}: slot {slot} stays {state}")
+            raise Violation("drain", f"tier {tier.name}: slot {slot} stays {state}")
         for slot in np.flatnonzero(pool.state == SlotState.READY).tolist():
             world.ranks.check_block(tier.index, slot, books.nodes.key_of(int(pool.node[slot])))
     for index, backlog in books.backlogs.items():
         if backlog.due and books.tier(index).on and books.tier(HUB).on and books.healthy:
             name = books.tier(index).name
-            raise SimulationError("liveness", f"tier {name} is on, and is not given what it missed")
+            raise Violation("liveness", f"tier {name} is on, and is not given what it missed")
     _check_accounts(world)
 
 
@@ -305,16 +296,16 @@ def _check_accounts(world: World) -> None:
     """The cache's own counts agree with what was seen from outside."""
     statistics = world.machine.statistics()
     if sum(statistics.operations_ended.values()) != statistics.operations_started:
-        raise SimulationError("drain", f"operations do not add up: {statistics.operations_ended}")
+        raise Violation("drain", f"operations do not add up: {statistics.operations_ended}")
     if statistics.operations_started != world.ranks.started:
-        raise SimulationError("drain", "more operations were counted than copies asked for")
+        raise Violation("drain", "more operations were counted than copies asked for")
     if statistics.reports_late != world.ranks.late_reports:
-        raise SimulationError("drain", f"{statistics.reports_late} late reports were counted")
+        raise Violation("drain", f"{statistics.reports_late} late reports were counted")
     if world.conditions.managed and sum(statistics.misses.values()) != statistics.requests:
-        raise SimulationError("drain", f"misses do not add up: {statistics.misses}")
+        raise Violation("drain", f"misses do not add up: {statistics.misses}")
     for tier in statistics.tiers:
         if tier.free + tier.filling + tier.ready + tier.leaving + tier.doomed != tier.slots:
-            raise SimulationError("drain", f"slots of tier {tier.name} do not add up")
+            raise Violation("drain", f"slots of tier {tier.name} do not add up")
     world.machine.story(world.engine.last_request)
     for key in world.engine.last_keys[:1]:
         world.machine.story(key)
@@ -334,16 +325,16 @@ def check_watermarks(world: World, effects: Sequence[Effect]) -> None:
         if not tier.on or soon_free >= tier.settings.low_slots or tier.index in left:
             continue
         if tier.name not in world.kv.removed_now and tier.policy.candidates():
-            raise SimulationError("usefulness", f"tier {tier.name} is full, and nothing leaves it")
+            raise Violation("usefulness", f"tier {tier.name} is full, and nothing leaves it")
 
 
 def check_waiting(world: World) -> None:
     """After a tick, nobody waits beyond the deadline."""
     for request in world.engine.waiting():
         if request.state is LeaseState.LOADING and request.bound <= world.now:
-            raise SimulationError(
+            raise Violation(
                 "liveness", f"{request.name} waits since its deadline {request.bound:.3f}"
             )
     deadline = world.machine.next_deadline()
     if deadline is not None and deadline <= world.now:
-        raise SimulationError("liveness", f"the deadline {deadline:.3f} outlives its tick")
+        raise Violation("liveness", f"the deadline {deadline:.3f} outlives its tick")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import Gate
@@ -110,14 +110,14 @@ class Engine(ABC):
         settings = self.conditions.settings
         measured = settings.load_gate is Gate.MEASURED and self._told_speed
         if not (measured or settings.load_tokens_min > 1):
-            raise SimulationError("usefulness", f"{name} computes what it could load: {miss}")
+            raise Violation("usefulness", f"{name} computes what it could load: {miss}")
         books = self.world.books
         node = books.nodes.get(keys[miss.block])
         # One of them may have made room, in the same event, for what the device evicts next.
         lower = books.lower_tiers()
         there = any(tier.slot_of[node] != NOWHERE for tier in lower)
         if not there and not any(tier.name in self.world.kv.removed_now for tier in lower):
-            raise SimulationError("usefulness", f"{name}: nothing lies below, but {miss}")
+            raise Violation("usefulness", f"{name}: nothing lies below, but {miss}")
 
     def _pin_or_unpin(self) -> None:
         if self.pins and self.rng.random() < 0.4:
@@ -156,11 +156,11 @@ class Engine(ABC):
         """The answer to a wish for copies; they move what it says they do."""
         started = [effect for effect in effects if isinstance(effect, Started)]
         if len(started) != 1:
-            raise SimulationError("operations", f"{len(started)} answers to one wish")
+            raise Violation("operations", f"{len(started)} answers to one wish")
         jobs = [self.world.ranks.open[operation] for operation in started[0].operations]
         moved = [key for job in jobs for key in job.keys]
         if moved != [keys[position] for position in started[0].accepted]:
-            raise SimulationError("operations", "copies move other blocks than was told")
+            raise Violation("operations", "copies move other blocks than was told")
         return started[0]
 
     def _cancel(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.conditions import AMPLE_SLOTS
 from lab.sim.descriptions import describe
 from lab.sim.workload import WEIGHTS
@@ -136,7 +136,7 @@ class FaultInjector:
         self._empty_device()
         device = world.books.tier(DEVICE).pool
         if np.count_nonzero(device.state == SlotState.READY):
-            raise SimulationError("drain", "blocks are left on a device that was emptied")
+            raise Violation("drain", "blocks are left on a device that was emptied")
 
     def _empty_device(self) -> None:
         self._world.send(ev.EmptyDevice(why="sleep"))
@@ -319,7 +319,7 @@ class FaultInjector:
             store.void()
         for request in world.engine.waiting():
             if request.state is LeaseState.LOADING:
-                raise SimulationError("liveness", f"{request.name} still waits after a reset")
+                raise Violation("liveness", f"{request.name} still waits after a reset")
 
     def _stray_report(self) -> None:
         """A report that belongs to no operation of this life changes nothing."""
@@ -347,7 +347,7 @@ class FaultInjector:
             except (LeaseError, UnavailableError, ValueError):
                 world.check_unchanged()
             else:
-                raise SimulationError("refusal", f"nonsense was accepted: {describe(event)}")
+                raise Violation("refusal", f"nonsense was accepted: {describe(event)}")
 
     def _nonsense(self) -> list[ev.Event]:
         world = self._world

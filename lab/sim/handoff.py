@@ -238,8 +238,7 @@ class HandoffSimulation(HandoffWorld):
         """Lives the world to its end.
 
         Raises:
-            Violation: a promise was broken by what a party did.
-            SimulationError: one was broken by what nobody did.
+            Violation: a promise was broken.
         """
         if self._log is not None:
             self._log(f"{self.conditions}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.worlds import actions as do
 from lab.worlds.prefill import Phase
 from penstock.handoff.protocol import effects as ef
@@ -44,7 +44,7 @@ class Drivers:
                 self._world.after(0.0, self._give_up, life, write)
             case ef.Take():
                 if (effect.handoff, effect.epoch) in self._world.decode_scheduler.ended:
-                    raise SimulationError(
+                    raise Violation(
                         "given back", f"{life.name} writes to the slots of {effect.handoff}"
                     )
                 self._world.after(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lab.explore.world import Violation
 from lab.fixtures.handoff_machines import sizes
-from lab.sim.checkers import SimulationError
 from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
@@ -31,13 +31,11 @@ def check_at_rest(world: HandoffWorld) -> None:
     """Looks at a world in which nothing will happen any more.
 
     Raises:
-        SimulationError: something was left behind, or nothing came of it.
+        Violation: something was left behind, or nothing came of it.
     """
     for scheduler in (world.prefill_scheduler, world.decode_scheduler):
         if scheduler.open:
-            raise SimulationError(
-                "liveness", f"{scheduler.name}: {min(scheduler.open)} has not ended"
-            )
+            raise Violation("liveness", f"{scheduler.name}: {min(scheduler.open)} has not ended")
     check_drained(world)
     if world.conditions.calm:
         _check_useful(world)
@@ -48,29 +46,29 @@ def check_drained(world: HandoffWorld) -> None:
     """Nobody has anything to do, or holds anything but landing areas that are open.
 
     Raises:
-        SimulationError: somebody does.
+        Violation: somebody does.
     """
     for name in world.scene.prefill_ranks:
         rank = world.prefill_rank(name)
         held = sizes(rank.machine)
         if rank.writes or rank.ghosts:
-            raise SimulationError("drain", f"{name} has writes left: {[*rank.writes]}")
+            raise Violation("drain", f"{name} has writes left: {[*rank.writes]}")
         if held["prompts"] or held["wants"] or held["writes under way"]:
-            raise SimulationError("drain", f"{name} has something left: {held}")
+            raise Violation("drain", f"{name} has something left: {held}")
     for name in world.scene.decode_ranks:
         target = world.decode_rank(name)
         if target.takes or target.machine.collections:
             found = sizes(target.machine)
-            raise SimulationError("drain", f"{name} has something left: {found}")
+            raise Violation("drain", f"{name} has something left: {found}")
         if target.fences and not world.conditions.fence_on_death:
-            raise SimulationError("drain", f"{name} waits for fences: {target.fences}")
+            raise Violation("drain", f"{name} waits for fences: {target.fences}")
 
 
 def _check_useful(world: HandoffWorld) -> None:
     for handoff in world.scene.prompts:
         outcome = world.decode_scheduler.ended.get((handoff, 1))
         if outcome is not HandoffOutcome.DELIVERED:
-            raise SimulationError(
+            raise Violation(
                 "usefulness", f"{handoff} was not delivered, though nothing was in the way"
             )
 
@@ -83,7 +81,7 @@ def check_sparing(world: HandoffWorld, *, opened_count: int = 1) -> None:
         opened_count: How often the two engines met.
 
     Raises:
-        SimulationError: too many messages were sent.
+        Violation: too many messages were sent.
     """
     scene, prompts = world.scene, world.scene.prompts.values()
     grids = [
@@ -93,7 +91,7 @@ def check_sparing(world: HandoffWorld, *, opened_count: int = 1) -> None:
     things = sum(grid.part_count for grid in grids) + len(grids) + ranks
     most = MESSAGES_SPARE * opened_count + MESSAGES_A_THING * things
     if world.network.sent_count > most:
-        raise SimulationError(
+        raise Violation(
             "messages",
             f"{world.network.sent_count} were sent, at most {most} should be for {things} parts, "
             "routes and ranks",

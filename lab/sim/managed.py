@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.conditions import Plenty
 from lab.sim.engine import Engine
 from penstock.cache.explain import MissReason
@@ -177,7 +177,7 @@ class ManagedEngine(Engine):
         effects = world.send(event)
         granted = self._only_grant(effects)
         if world.ranks.lost:
-            raise SimulationError("refusal", f"{name} got a lease though a rank is lost")
+            raise Violation("refusal", f"{name} got a lease though a rank is lost")
         request = Request(name, granted.lease, text)
         request.store = event.store
         request.keeps = event.keep_blocks
@@ -280,7 +280,7 @@ class ManagedEngine(Engine):
                 published = [key for key in keys if ("device", key) in self.world.kv.stored_now]
                 self._check_written_down(request, published)
         elif self.world.kv.stored_now:
-            raise SimulationError("refusal", f"{request.name} published what it must not")
+            raise Violation("refusal", f"{request.name} published what it must not")
 
     def _generate(self, request: Request) -> None:
         count = self.rng.randint(1, min(self.library.room_in(request.text), self.block_tokens + 1))
@@ -320,7 +320,7 @@ class ManagedEngine(Engine):
         other.store, other.era = request.store, request.era
         request.forked = other.forked = True
         if granted.cached_tokens != request.computed:
-            raise SimulationError("bytes", f"{name} is a fork with {granted.cached_tokens} tokens")
+            raise Violation("bytes", f"{name} is a fork with {granted.cached_tokens} tokens")
         self._open(other, granted)
 
     def _preempt(self, request: Request) -> None:
@@ -356,7 +356,7 @@ class ManagedEngine(Engine):
         """A waiting request may run, or has lost its blocks."""
         request = self.requests.get(effect.lease)
         if request is None or effect.request != request.name:
-            raise SimulationError("operations", f"lease {effect.lease} changed after its end")
+            raise Violation("operations", f"lease {effect.lease} changed after its end")
         if effect.state is LeaseState.LOST:
             self.world.note("lease lost")
             self._check_loss(request)
@@ -365,7 +365,7 @@ class ManagedEngine(Engine):
         request.state = effect.state
         request.separating = False
         if self.conditions.healthy and effect.cached_tokens != request.computed:
-            raise SimulationError("usefulness", f"{request.name} has to compute more than told")
+            raise Violation("usefulness", f"{request.name} has to compute more than told")
         request.table = effect.table.tolist()
         request.computed = effect.cached_tokens
         request.published = effect.cached_tokens // self.block_tokens
@@ -377,7 +377,7 @@ class ManagedEngine(Engine):
     def _only_grant(self, effects: list[Effect]) -> Granted:
         grants = [effect for effect in effects if isinstance(effect, Granted)]
         if len(grants) != 1:
-            raise SimulationError("operations", f"{len(grants)} leases for one request")
+            raise Violation("operations", f"{len(grants)} leases for one request")
         return grants[0]
 
     def _check_bytes(self, request: Request) -> None:
@@ -391,7 +391,7 @@ class ManagedEngine(Engine):
         event = self.world.event
         reset = isinstance(event, ev.Reset | ev.ChangeWeights)
         if reset and request.state is LeaseState.READY:
-            raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
+            raise Violation("usefulness", f"a reset took the blocks of {request.name}")
         excused = request.separating or reset or isinstance(event, ev.RankLost)
         # A save that was given up may still read where the request was to compute.
         excused = excused or any(
@@ -402,7 +402,7 @@ class ManagedEngine(Engine):
         )
         free = self.world.books.device.pool.free_count
         if self.conditions.healthy or (not excused and free >= len(request.table)):
-            raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
+            raise Violation("usefulness", f"{request.name} lost its blocks with {free} free")
 
     def _check_written_down(self, request: Request, keys: Iterable[Key]) -> None:
         """Blocks of a request are in the hub, or on their way, as far as they fit."""
@@ -419,7 +419,7 @@ class ManagedEngine(Engine):
                 # It computed what was being loaded for another, and that load failed since.
                 return
             if hub.slot_of[node] == NOWHERE:
-                raise SimulationError(
+                raise Violation(
                     "usefulness", f"the hub has room, but not the blocks of {request.name}"
                 )
 
@@ -429,7 +429,7 @@ class ManagedEngine(Engine):
         awaited = {slot for table in waiting for slot in table}
         for job in self.world.ranks.open.values():
             if job.target == DEVICE and not job.ended and awaited.isdisjoint(job.targets[0]):
-                raise SimulationError("operations", f"{job} goes on, but nobody waits for it")
+                raise Violation("operations", f"{job} goes on, but nobody waits for it")
 
     def _check_usefulness(self, event: ev.Acquire, granted: Granted, fetched: int) -> None:
         """A request gets what is known, or as much less as others have on the way into the hub.
@@ -439,13 +439,13 @@ class ManagedEngine(Engine):
         useful = (event.token_count - 1) // self.block_tokens if event.reuse else 0
         most = useful * self.block_tokens
         if granted.cached_tokens > most or sum(granted.cached_by_tier) != granted.cached_tokens:
-            raise SimulationError(
+            raise Violation(
                 "bytes",
                 f"{event.request}: {granted.cached_tokens} tokens of {most} are cached, "
                 f"by tier {granted.cached_by_tier}",
             )
         if not event.load and any(granted.cached_by_tier[1:]):
-            raise SimulationError("refusal", f"{event.request} opted out of loads and got some")
+            raise Violation("refusal", f"{event.request} opted out of loads and got some")
         plenty = self.conditions.plenty
         if plenty is Plenty.NOWHERE or (plenty is not Plenty.DEVICE and not event.load):
             return
@@ -455,7 +455,7 @@ class ManagedEngine(Engine):
             fetched * self.block_tokens
         )
         if lacks and not crowded:
-            raise SimulationError(
+            raise Violation(
                 "usefulness",
                 f"{event.request} hits {granted.cached_tokens} tokens, the model knows {known}: "
                 f"{granted.miss}",
@@ -479,7 +479,7 @@ class ManagedEngine(Engine):
         """Every copy has ended, so every request may run or has lost its blocks."""
         for request in self.requests.values():
             if request.state is LeaseState.LOADING:
-                raise SimulationError("liveness", f"{request.name} waits for nothing")
+                raise Violation("liveness", f"{request.name} waits for nothing")
 
     def recover(self) -> None:
         """A new text is computed, released, asked for again, and found."""
@@ -494,7 +494,7 @@ class ManagedEngine(Engine):
             try:
                 granted = self._only_grant(self.world.send(event))
             except CapacityError as error:
-                raise SimulationError("usefulness", f"an idle cache has no room: {error}") from None
+                raise Violation("usefulness", f"an idle cache has no room: {error}") from None
             ready = granted.state is LeaseState.READY
             if granted.miss.reason is MissReason.RECOMPUTE:
                 # A tick let a block leave the device meanwhile, and to load it would take longer.
@@ -503,7 +503,7 @@ class ManagedEngine(Engine):
             loads = any(granted.cached_by_tier[1:])
             waits = self._saves_first and not ready
             if granted.cached_tokens != expected or (ready is loads and not waits):
-                raise SimulationError(
+                raise Violation(
                     "usefulness", f"a quiet cache hits {granted.cached_tokens} of {expected} tokens"
                 )
             request = Request(event.request, granted.lease, text)
@@ -512,7 +512,7 @@ class ManagedEngine(Engine):
             self._open(request, granted)
             self.world.run_until_quiet()
             if request.state is not LeaseState.READY or request.computed != expected:
-                raise SimulationError("usefulness", "a quiet cache does not load what it found")
+                raise Violation("usefulness", "a quiet cache does not load what it found")
             self.commit(request, len(text))
             self._leave(request)
             self.world.run_until_quiet()

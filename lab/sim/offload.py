@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.engine import Engine
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
@@ -125,7 +125,7 @@ class OffloadEngine(Engine):
         if found.below and self.rng.random() < 0.6:
             started = self.prefetch(keys, sequence.name)
             if not started.accepted and started.miss.reason is not MissReason.NO_ROOM:
-                raise SimulationError(
+                raise Violation(
                     "usefulness", f"{sequence.name}: {found.below} blocks lie below and stay there"
                 )
         elif found.ready or not found.pending:
@@ -149,7 +149,7 @@ class OffloadEngine(Engine):
             reported = (found.ready, found.ready + found.pending)
             right = (model.known_prefix(sequence.keys), model.coming_prefix(sequence.keys))
             if reported != right:
-                raise SimulationError(
+                raise Violation(
                     "usefulness", f"{sequence.name} finds {reported}, the model knows {right}"
                 )
         return found
@@ -159,7 +159,7 @@ class OffloadEngine(Engine):
         kept = sequence.losses == self.world.machine.losses
         found = self._look(sequence, sequence.ready if kept else 0)
         if kept and self.rng.random() < 0.3 and self._look(sequence, 0).ready != found.ready:
-            raise SimulationError("usefulness", f"{sequence.name}: a shorter search found less")
+            raise Violation("usefulness", f"{sequence.name}: a shorter search found less")
         if not found.pending or self.rng.random() < 0.5:
             self._load(sequence)
 
@@ -185,7 +185,7 @@ class OffloadEngine(Engine):
         if started is None:
             return
         if kept and not self.world.ranks.lost and list(started.accepted) != list(range(count)):
-            raise SimulationError(
+            raise Violation(
                 "usefulness", f"{sequence.name}: {count} blocks were ready, {started} are loaded"
             )
         sequence.stage = Stage.LOADING
@@ -251,7 +251,7 @@ class OffloadEngine(Engine):
             self._give_up(sequence)
             return None
         if world.ranks.lost:
-            raise SimulationError("refusal", f"{sequence.name} may copy though a rank is lost")
+            raise Violation("refusal", f"{sequence.name} may copy though a rank is lost")
         started = self.only_start(effects, event.keys)
         for operation in started.operations:
             sequence.copies[operation] = world.ranks.open[operation]
@@ -295,7 +295,7 @@ class OffloadEngine(Engine):
             return
         job = sequence.copies[effect.operation]
         if self.conditions.healthy and effect.outcome is not Outcome.DONE:
-            raise SimulationError("usefulness", f"{job} of {sequence.name} is {effect.outcome}")
+            raise Violation("usefulness", f"{job} of {sequence.name} is {effect.outcome}")
         if effect.purpose is Purpose.SAVE:
             self.world.model.saved(job.keys)
         elif not effect.failure and sequence.stage is not Stage.OVER:
@@ -335,7 +335,7 @@ class OffloadEngine(Engine):
             place = ranks.place(group, row[position])
             for rank, memory in enumerate(ranks.memory):
                 if memory[DEVICE][place] != (group, right) and rank not in ranks.dead:
-                    raise SimulationError(
+                    raise Violation(
                         "bytes", f"{sequence.name}: {job} is done, but wrong on rank {rank}"
                     )
         sequence.good.add(sequence.keys.index(key))
@@ -365,7 +365,7 @@ class OffloadEngine(Engine):
         """Every copy has ended, and every request knows."""
         for sequence in self.sequences.values():
             if sequence.copies or sequence.stage is Stage.LOADING:
-                raise SimulationError("liveness", f"{sequence.name} waits for nothing")
+                raise Violation("liveness", f"{sequence.name} waits for nothing")
 
     def recover(self) -> None:
         """New blocks are saved, looked up, loaded, and right."""
@@ -387,7 +387,7 @@ class OffloadEngine(Engine):
         else:
             sequence.good = set()
         if sequence.good != set(range(ready)):
-            raise SimulationError("usefulness", "a quiet cache does not load what it just saved")
+            raise Violation("usefulness", "a quiet cache does not load what it just saved")
         self._leave(sequence)
 
     def _find_saved(self, sequence: Sequence) -> int:
@@ -404,7 +404,7 @@ class OffloadEngine(Engine):
         if self._filtered(found):
             return found.ready
         if found.ready + found.pending != len(sequence.keys) or not (found.ready or found.below):
-            raise SimulationError("usefulness", "a quiet cache does not find what it just saved")
+            raise Violation("usefulness", "a quiet cache does not find what it just saved")
         return found.ready
 
     def _filtered(self, found: Found) -> bool:

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+from lab.explore.world import Violation
 from lab.sim.agenda import Agenda
-from lab.sim.checkers import SimulationError
 from lab.sim.handoff import STEP_COUNT_MAX, HandoffWorld, Seen
 from lab.sim.handoff_ends import check_drained, check_sparing
 from lab.sim.pairs_conditions import IDLE_LONG_S, draw_pairs_conditions
@@ -98,8 +98,7 @@ class PairsSimulation:
         """Lives the world to its end.
 
         Raises:
-            Violation: a promise was broken by what a party did.
-            SimulationError: one was broken by what nobody did.
+            Violation: a promise was broken.
         """
         conditions = self.conditions
         if self.log is not None:
@@ -213,7 +212,7 @@ class PairsSimulation:
         world.network.apart = any(each != number for each in pair.numbers.values())
         instance.open.add(couple)
         if len(instance.open) > self.conditions.peers_max:
-            raise SimulationError("bounds", f"{name} has {len(instance.open)} pairs open")
+            raise Violation("bounds", f"{name} has {len(instance.open)} pairs open")
         names = _side(world, prefill=name == couple[0])
         reborn = {each: _next_life(world, each) for each in names}
         for each, identity in reborn.items():
@@ -328,7 +327,7 @@ class PairsSimulation:
         """A pair that nobody used for very long holds nothing.
 
         Raises:
-            SimulationError: one of its parties does.
+            Violation: one of its parties does.
         """
         if self.conditions.idle_s < IDLE_LONG_S[self.conditions.calm]:
             return
@@ -337,7 +336,7 @@ class PairsSimulation:
         check_drained(world)
         for scheduler in (world.prefill_scheduler, world.decode_scheduler):
             if scheduler.open:
-                raise SimulationError("drain", f"{couple}: {min(scheduler.open)} has not ended")
+                raise Violation("drain", f"{couple}: {min(scheduler.open)} has not ended")
 
     def _check_landing(self, decode: Instance) -> None:
         area_bytes = self.conditions.base.scene.settings.bounds.area_bytes
@@ -348,7 +347,7 @@ class PairsSimulation:
                 if couple[1] == decode.name
             )
             if count * area_bytes > self.conditions.landing_bytes_max:
-                raise SimulationError(
+                raise Violation(
                     "bounds",
                     f"rank {rank} of {decode.name} has {count} areas in all its pairs, more than "
                     f"{self.conditions.landing_bytes_max} bytes",
@@ -358,12 +357,12 @@ class PairsSimulation:
         self.router.check_at_rest()
         for instance in self.instances.values():
             if instance.open:
-                raise SimulationError("drain", f"{instance.name} has pairs open: {instance.open}")
+                raise Violation("drain", f"{instance.name} has pairs open: {instance.open}")
         for couple, pair in self.pairs.items():
             for rank in pair.world.scene.prefill_ranks:
                 actor = pair.world.prefill_rank(rank)
                 if actor.writes or actor.ghosts:
-                    raise SimulationError("drain", f"{couple}: {rank} has writes left")
+                    raise Violation("drain", f"{couple}: {rank} has writes left")
             if self.conditions.calm:
                 check_sparing(pair.world, opened_count=pair.opened_count)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.handoff_conditions import AMPLE_S
 from lab.sim.pairs_conditions import prompt_of
 from penstock.config import HandoffTable, parse_config
@@ -254,7 +254,7 @@ class Router:
             self._world.agenda.now - since for since in map(self._since, self._role("decode"))
         ]
         if max(served, default=0.0) > _SERVED_S:
-            raise SimulationError("liveness", f"{request.name} did not end by its deadline")
+            raise Violation("liveness", f"{request.name} did not end by its deadline")
         self._world.note("request given up")
         self._release(request)
         self._end(request, "deadline")
@@ -354,7 +354,7 @@ class Router:
         """All pairs of an instance are closed on its side."""
         world, instance = self._world, self._world.instances[name]
         if instance.open:
-            raise SimulationError("drain", f"{name} drained with pairs open: {instance.open}")
+            raise Violation("drain", f"{name} drained with pairs open: {instance.open}")
         if then == "leave":
             world.note("instance leaves")
             instance.up = False
@@ -373,15 +373,15 @@ class Router:
         """Every request has ended, and no pair is open.
 
         Raises:
-            SimulationError: one has not, or is; or in a calm world one was not handed over.
+            Violation: one has not, or is; or in a calm world one was not handed over.
         """
         for request in self._requests.values():
             if not request.outcome:
-                raise SimulationError("liveness", f"{request.name} has not ended")
+                raise Violation("liveness", f"{request.name} has not ended")
             if self._world.conditions.calm and request.outcome != "delivered":
-                raise SimulationError(
+                raise Violation(
                     "usefulness",
                     f"{request.name} is {request.outcome}, though nothing was in the way",
                 )
         if self._pairs.names:
-            raise SimulationError("drain", f"pairs are open: {sorted(self._pairs.names)}")
+            raise Violation("drain", f"pairs are open: {sorted(self._pairs.names)}")

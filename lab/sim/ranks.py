@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import Claims, SimulationError
+from lab.explore.world import Violation
+from lab.sim.checkers import Claims
 from lab.sim.store import Store
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import BlockFault, Outcome, Purpose
@@ -167,13 +168,13 @@ class Ranks:
     def start(self, copy: Copy) -> None:
         """A copy was asked for: every rank that lives begins at a time of its own."""
         if copy.operation in self.open:
-            raise SimulationError("operations", f"{copy.operation} was started twice")
+            raise Violation("operations", f"{copy.operation} was started twice")
         if self.lost:
-            raise SimulationError(
+            raise Violation(
                 "liveness", f"{copy.operation} was started though rank {self.lost} is lost"
             )
         if copy.source in self.off or copy.target in self.off:
-            raise SimulationError("operations", f"{copy.operation} uses a tier that is off")
+            raise Violation("operations", f"{copy.operation} uses a tier that is off")
         job = Job(copy, self.rank_count)
         self.started += 1
         self.claims.enter(job, managed=self._managed)
@@ -193,7 +194,7 @@ class Ranks:
         """Nobody wants a copy any more: some ranks stop, others are past stopping."""
         job = self.open.get(effect.operation)
         if job is None:
-            raise SimulationError("operations", f"{effect.operation} was abandoned after its end")
+            raise Violation("operations", f"{effect.operation} was abandoned after its end")
         job.abandoned = True
         for rank in sorted(job.left):
             if self._rng.random() < 0.5:
@@ -207,9 +208,9 @@ class Ranks:
         """The outcome of a copy: told once, and quiet only when it is."""
         job = self.open.get(effect.operation)
         if job is None or job.ended:
-            raise SimulationError("operations", f"{effect.operation} ended more than once")
+            raise Violation("operations", f"{effect.operation} ended more than once")
         if effect.outcome in (Outcome.CANCELLED, Outcome.EXPIRED) and not job.abandoned:
-            raise SimulationError("operations", f"{job} is {effect.outcome}, but no rank may stop")
+            raise Violation("operations", f"{job} is {effect.outcome}, but no rank may stop")
         job.ended = True
         self._world.copies[f"{job.purpose.value} {effect.outcome.value}"] += 1
         if effect.outcome is Outcome.EXPIRED:
@@ -221,12 +222,12 @@ class Ranks:
         """A copy that ended early is quiet at last."""
         job = self.open.get(effect.operation)
         if job is None or not job.ended:
-            raise SimulationError("operations", f"{effect.operation} settled without an end")
+            raise Violation("operations", f"{effect.operation} settled without an end")
         self._close(job)
 
     def _close(self, job: Job) -> None:
         if job.left:
-            raise SimulationError("reuse", f"{job} is called quiet, but {job.left} may touch it")
+            raise Violation("reuse", f"{job} is called quiet, but {job.left} may touch it")
         del self.open[job.id]
         for position in job.corrupt | job.missing:
             self._check_dropped(job.source, job.sources[0][position], job.keys[position])
@@ -248,7 +249,7 @@ class Ranks:
         """A copy that no rank can touch any more has ended."""
         for job in self.open.values():
             if not job.left:
-                raise SimulationError("operations", f"{job}: all have reported, it did not end")
+                raise Violation("operations", f"{job}: all have reported, it did not end")
 
     def recover(self) -> None:
         """From now on no rank is slow, and nothing goes wrong with copies."""
@@ -464,7 +465,7 @@ class Ranks:
                 if content is None or content[: len(expected)] != expected:
                     if rank in self.dead:
                         continue
-                    raise SimulationError(
+                    raise Violation(
                         "bytes", f"{name}: block {block} in slot {slot} is wrong on rank {rank}"
                     )
 
@@ -479,7 +480,7 @@ class Ranks:
                 continue
             if tier == DEVICE and rank in self.dead:
                 continue
-            raise SimulationError(
+            raise Violation(
                 "bytes", f"slot {slot} of tier {tier} can be matched, but is wrong on rank {rank}"
             )
 
@@ -488,7 +489,7 @@ class Ranks:
         node = self._world.books.nodes.ids.get(key)
         tier = self._tiers[index]
         if node is not None and tier is not None and tier.slot_of[node] == slot:
-            raise SimulationError("bytes", f"{tier.name}[{slot}] is corrupt, but stays")
+            raise Violation("bytes", f"{tier.name}[{slot}] is corrupt, but stays")
 
     def _check_not_free(self, job: Job, index: int, slots: Sequence[int], what: str) -> None:
         tier = self._tiers[index]
@@ -497,14 +498,14 @@ class Ranks:
         state = tier.pool.state
         for slot in slots:
             if state[slot] == SlotState.FREE:
-                raise SimulationError("reuse", f"{what} {tier.name}[{slot}], free, for {job}")
+                raise Violation("reuse", f"{what} {tier.name}[{slot}], free, for {job}")
 
     def _check_explained(self, job: Job, rank: int, position: int) -> None:
         """Wrong bytes at the source are the cache's fault, unless somebody spoilt them."""
         slot = job.sources[0][position]
         if job.ended or (rank, job.source, slot) in self.rotten:
             return
-        raise SimulationError(
+        raise Violation(
             "bytes", f"rank {rank} reads slot {slot} of tier {job.source} for {job}: wrong content"
         )
 

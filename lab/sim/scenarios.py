@@ -52,37 +52,25 @@ class SimulatedWorld(Protocol):
         ...
 
 
+_WORLDS: dict[Scenario, tuple[Callable[..., SimulatedWorld], Kinds]] = {
+    Scenario.CACHE: (World, CACHE_KINDS),
+    Scenario.DISK: (DiskWorld, DISK_KINDS),
+    Scenario.HANDOFF: (HandoffSimulation, HANDOFF_KINDS),
+    Scenario.PAIRS: (PairsSimulation, PAIRS_KINDS),
+    Scenario.RUNTIME: (RuntimeWorld, RUNTIME_KINDS),
+    Scenario.SHARED: (SharedWorld, SHARED_KINDS),
+}
+
+
 def world_of(
     scenario: Scenario, seed: int, *, log: Callable[[str], None] | None = None
 ) -> SimulatedWorld:
     """The world of a seed."""
-    match scenario:
-        case Scenario.CACHE:
-            return World(seed, log=log)
-        case Scenario.DISK:
-            return DiskWorld(seed, log=log)
-        case Scenario.HANDOFF:
-            return HandoffSimulation(seed, log=log)
-        case Scenario.PAIRS:
-            return PairsSimulation(seed, log=log)
-        case Scenario.RUNTIME:
-            return RuntimeWorld(seed, log=log)
-        case Scenario.SHARED:
-            return SharedWorld(seed, log=log)
+    make, _ = _WORLDS[scenario]
+    return make(seed, log=log)
 
 
 def kinds_of(scenario: Scenario) -> Kinds:
     """What is to be seen in the worlds of a scenario."""
-    match scenario:
-        case Scenario.CACHE:
-            return CACHE_KINDS
-        case Scenario.DISK:
-            return DISK_KINDS
-        case Scenario.HANDOFF:
-            return HANDOFF_KINDS
-        case Scenario.PAIRS:
-            return PAIRS_KINDS
-        case Scenario.RUNTIME:
-            return RUNTIME_KINDS
-        case Scenario.SHARED:
-            return SHARED_KINDS
+    _, kinds = _WORLDS[scenario]
+    return kinds

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from penstock.cache.operations import BlockFault
 from penstock.machine import events as ev
 
@@ -177,7 +177,7 @@ class Store:
         if job.target == self.tier and any(
             library.weights_of[key] != library.weights for key in job.keys
         ):
-            raise SimulationError("store", f"{job} saves blocks of other weights")
+            raise Violation("store", f"{job} saves blocks of other weights")
         for rank in sorted(job.left):
             ticket = Ticket(self._next_ticket, job, rank, self._world.era, parents)
             self._next_ticket += 1
@@ -390,7 +390,7 @@ class Store:
         place = disk.index[key]
         row = disk.rows[place]
         if row is None:
-            raise SimulationError("store", f"{key.hex()[:4]} is known, but has no row")
+            raise Violation("store", f"{key.hex()[:4]} is known, but has no row")
         disk.readers[place] = disk.readers.get(place, 0) + 1
         return Reading(rank, key, place, row, disk.payloads[place])
 
@@ -404,13 +404,13 @@ class Store:
         payload = disk.payloads[place]
         if payload is None or payload is not first_half or payload.content != row.sum:
             if place not in disk.spoilt:
-                raise SimulationError("store", f"{key.hex()[:4]} fails its sums on rank {rank}")
+                raise Violation("store", f"{key.hex()[:4]} fails its sums on rank {rank}")
             if disk.index.get(key) == place:
                 del disk.index[key]
             self._give_up(rank, key)
             return None
         if payload.generation != generation or payload.content != self._right[key]:
-            raise SimulationError("bytes", f"the store delivers another block than {key.hex()[:4]}")
+            raise Violation("bytes", f"the store delivers another block than {key.hex()[:4]}")
         return payload.content
 
     def read_for_neighbour(self) -> None:
@@ -495,10 +495,10 @@ class Store:
                 assert row is not None
                 whole = payload is not None and payload.content == row.sum
                 if not whole and place not in disk.spoilt:
-                    raise SimulationError("store", f"{key.hex()[:4]} has a row, but no bytes")
+                    raise Violation("store", f"{key.hex()[:4]} has a row, but no bytes")
         for rank, key in sorted(self._acknowledged):
             if key not in self.disks[rank].index:
-                raise SimulationError(
+                raise Violation(
                     "store", f"{key.hex()[:4]} was saved on rank {rank}, and is gone after a kill"
                 )
 
@@ -559,6 +559,6 @@ class Store:
         for rank, disk in enumerate(self.disks):
             listed = disk.holds(key, self._world.era)
             if not listed and (rank, key) not in self._excused:
-                raise SimulationError(
+                raise Violation(
                     "store", f"{key.hex()[:4]} is listed, but is not on the disk of rank {rank}"
                 )

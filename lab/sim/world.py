@@ -16,15 +16,9 @@ from heapq import heappop, heappush
 from random import Random
 from typing import TYPE_CHECKING
 
+from lab.explore.world import Violation
 from lab.fixtures.frozen import freeze
-from lab.sim.checkers import (
-    KvReader,
-    Model,
-    SimulationError,
-    check_drained,
-    check_waiting,
-    check_watermarks,
-)
+from lab.sim.checkers import KvReader, Model, check_drained, check_waiting, check_watermarks
 from lab.sim.conditions import Plenty, draw_conditions
 from lab.sim.descriptions import describe, describe_conditions
 from lab.sim.faults import FaultInjector
@@ -103,7 +97,7 @@ class World:
         """Lives the world to its end.
 
         Raises:
-            SimulationError: a promise was broken.
+            Violation: a promise was broken.
             InvariantViolation: the cache's books do not add up.
         """
         if self._log is not None:
@@ -207,7 +201,7 @@ class World:
     def check_unchanged(self) -> None:
         """What was refused has changed nothing."""
         if self._frozen is not None and freeze(self.machine) != self._frozen:
-            raise SimulationError("refusal", "an event was refused, but changed something")
+            raise Violation("refusal", "an event was refused, but changed something")
 
     def run_until_quiet(self) -> None:
         """Lets time pass until nothing is on the agenda."""
@@ -215,7 +209,7 @@ class World:
             if not self._agenda:
                 return
             self._advance()
-        raise SimulationError("liveness", "the world does not come to rest")
+        raise Violation("liveness", "the world does not come to rest")
 
     # ---------------------------------------------------------------- time
 
@@ -263,4 +257,4 @@ class World:
                 return
             self.send(ev.Tick())
             self.run_until_quiet()
-        raise SimulationError("liveness", "what a store missed is never written")
+        raise Violation("liveness", "what a store missed is never written")

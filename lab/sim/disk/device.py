@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from penstock.store.disk.io import DiskCalls, open_within
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class SimDisk:
     def _enter(self, name: str) -> bool:
         """Begins a call; true if the process dies in it."""
         if self.is_locked():
-            raise SimulationError("store", f"{name} is called with the lock held")
+            raise Violation("store", f"{name} is called with the lock held")
         if self._rng.random() < self.conditions.meanwhile:
             self.meanwhile()
         self.call_count += 1

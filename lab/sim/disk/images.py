@@ -24,7 +24,7 @@ import shutil
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.disk.device import changed_sectors
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class Resets:
         """A tier says which generation counts.
 
         Raises:
-            SimulationError: a reset was undone.
+            Violation: a reset was undone.
         """
         self._reported.setdefault(name, set()).add(generation)
         if generation in self.voided.get(name, ()):
-            raise SimulationError("store", f"a reset was undone: {name!r} has {generation} again")
+            raise Violation("store", f"a reset was undone: {name!r} has {generation} again")
 
     def confirm(self, name: bytes, generation: int) -> None:
         """A reset is confirmed: nothing of before counts again."""
@@ -168,7 +168,7 @@ class FolderImages:
         """A process has begun with what is there; `read` says that it could read all rows.
 
         Raises:
-            SimulationError: a reset was undone that must not be.
+            Violation: a reset was undone that must not be.
         """
         if len(self._records) == len(RECORDS):
             image = self._records[RECORDS[0]]

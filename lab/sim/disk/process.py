@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.disk.device import ProcessKilledError, SimDisk
 from lab.sim.disk.images import FolderImages, Resets
 from penstock.cache.operations import BlockFault
@@ -206,7 +206,7 @@ class WatchedTier(DiskTier):
                 continue
             places = (expected[position], self.place_of(digest))
             if not any(self._disk.is_spoilt(*place) for place in places):
-                raise SimulationError(
+                raise Violation(
                     "store", f"{job.keys[position].hex()[:4]} was saved, and is {fault.value}"
                 )
             self._truth.acknowledged.pop(digest, None)
@@ -367,7 +367,7 @@ class DiskProcess:
             self._depth -= 1
             self._keeping &= not keeping
         if self.tier.broken:
-            raise SimulationError("store", f"the disk tier broke: {self.tier.state().why}")
+            raise Violation("store", f"the disk tier broke: {self.tier.state().why}")
         return True
 
     def settle(self) -> None:
@@ -375,7 +375,7 @@ class DiskProcess:
         for _ in range(STEPS_MAX):
             if not self.step():
                 return
-        raise SimulationError("liveness", "the disk tier does not come to rest")
+        raise Violation("liveness", "the disk tier does not come to rest")
 
     def _meanwhile(self) -> None:
         if 0 < self._depth < NESTED_MAX:
@@ -397,7 +397,7 @@ class DiskProcess:
                 # Found spoilt, or in a table that could not be read: then its room was free.
                 del truth.acknowledged[digest]
             elif self.checked and identity.space.generation == tier.generation(identity.space.name):
-                raise SimulationError("store", f"{identity.key.hex()[:4]} was saved, and is gone")
+                raise Violation("store", f"{identity.key.hex()[:4]} was saved, and is gone")
         tier.abandon()
         self.tier = None
         self._depth, self._keeping = 0, False
@@ -458,7 +458,7 @@ class DiskProcess:
         self.checked = True
         for name, before in self.truth.generations.items():
             if tier.generation(name) < before:
-                raise SimulationError("store", f"generation {before} was forgotten")
+                raise Violation("store", f"generation {before} was forgotten")
         for digest, identity in list(self.truth.acknowledged.items()):
             space, _, key = identity
             if space.generation != tier.generation(space.name):
@@ -469,5 +469,5 @@ class DiskProcess:
             place = self.truth.places.get(digest)
             spoilt = place is not None and self.disk.is_spoilt(*place)
             if not spoilt and self.disk.refusals["preadv"] == self._reads_refused:
-                raise SimulationError("store", f"{key.hex()[:4]} was saved, and is gone")
+                raise Violation("store", f"{key.hex()[:4]} was saved, and is gone")
             del self.truth.acknowledged[digest]

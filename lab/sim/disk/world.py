@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.coverage import Kinds
 from lab.sim.disk.device import DiskConditions, ProcessKilledError
 from lab.sim.disk.images import FolderImages
@@ -136,7 +136,7 @@ class DiskArena:
         )
         found = self.host.sums(np.array([slot], dtype=np.int32))
         if (self.blocks[slot, : len(content)] != content).any() or (found != sums).any():
-            raise SimulationError("bytes", f"wrong bytes are delivered for {identity}")
+            raise Violation("bytes", f"wrong bytes are delivered for {identity}")
 
     def content(self, identity: Identity) -> np.ndarray:
         """The bytes of a block."""
@@ -317,7 +317,7 @@ class DiskWorld(TurnsWorld):
             with suppress(UnavailableError):  # It counts all the same, up to a restart.
                 self.process.void(name)
             if self.process.tier.generation(name) <= before:
-                raise SimulationError("store", "a void did not begin a new generation")
+                raise Violation("store", "a void did not begin a new generation")
             self.note("generation voided")
             self.events["void"] += 1
 
@@ -349,7 +349,7 @@ class DiskWorld(TurnsWorld):
             self.note(f"block {fault.value}")
         if isinstance(job, SaveJob):
             if BlockFault.CORRUPT in faults.values():
-                raise SimulationError("store", "a save calls a block corrupt")
+                raise Violation("store", "a save calls a block corrupt")
             return
         for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             if position not in faults:
@@ -430,7 +430,7 @@ class DiskWorld(TurnsWorld):
             self._start()
         self._come_to_rest()
         if self.jobs:
-            raise SimulationError("liveness", f"jobs were not reported: {[*self.jobs]}")
+            raise Violation("liveness", f"jobs were not reported: {[*self.jobs]}")
         self.process.kill(power=False)
         self._after_death()
         self._start()
@@ -438,7 +438,7 @@ class DiskWorld(TurnsWorld):
         tier = self.process.tier
         assert tier is not None
         if not self.process.checked:
-            raise SimulationError("liveness", f"the tier does not come back: {tier.state()}")
+            raise Violation("liveness", f"the tier does not come back: {tier.state()}")
         for arena in self.arenas:
             self._load_all(tier, arena)
 
@@ -461,4 +461,4 @@ class DiskWorld(TurnsWorld):
             if tier.retry_at == math.inf:
                 return
             self.now = max(self.now, tier.retry_at)
-        raise SimulationError("liveness", f"the tier stays off: {tier.state().why}")
+        raise Violation("liveness", f"the tier stays off: {tier.state().why}")

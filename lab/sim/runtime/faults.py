@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.conditions import branch
 from lab.sim.faults import FaultInjector
 from lab.sim.runtime.conditions import Way
@@ -66,7 +66,7 @@ class RuntimeFaultInjector(FaultInjector):
             for rank in sorted(world.ranks.lost):
                 self._come_back(rank)
             if world.machine.is_tier_on(HUB):
-                raise SimulationError("reuse", "a tier came on whose memory was given back")
+                raise Violation("reuse", "a tier came on whose memory was given back")
         world.facade.wake()
         world.call_owner()
 
@@ -234,7 +234,7 @@ class RuntimeFaultInjector(FaultInjector):
         except PeerError:
             world.check_unchanged()
         else:
-            raise SimulationError("refusal", f"nonsense was taken for a report: {nonsense!r}")
+            raise Violation("refusal", f"nonsense was taken for a report: {nonsense!r}")
 
     def _draw_nonsense(self) -> bytes:
         """Bytes that are no report, or a fault of a block that an operation does not have."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.runtime.memory import ALGORITHM, TierSlots
 from lab.sim.runtime.stores import SimLink, SimOffer
 from penstock.cache.operations import Purpose
@@ -177,7 +177,7 @@ class Neighbour:
         for position, slot in enumerate(copy.target_slots.tolist()):
             right = self._world.library.right[copy.keys[position]]
             if position not in bad and self._views[report.rank].read(slot) != right:
-                raise SimulationError("bytes", "a neighbour loads wrong bytes")
+                raise Violation("bytes", "a neighbour loads wrong bytes")
 
     def close(self) -> None:
         """The world is over, or this engine is killed: its memory is gone."""

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from penstock.cache.settings import HUB
@@ -62,9 +62,7 @@ class WatchedExecutor(CopyExecutor):
     def submit(self, copy: Copy) -> None:
         """Takes a copy in, unless its slots may be somebody else's by now."""
         if copy.operation.sequence <= self.born:
-            raise SimulationError(
-                "reuse", f"a rank copies for {copy.operation}, from before its time"
-            )
+            raise Violation("reuse", f"a rank copies for {copy.operation}, from before its time")
         super().submit(copy)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.ranks import Job, Ranks
 from lab.sim.runtime.conditions import Way
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
@@ -97,13 +97,13 @@ class RuntimeRanks(Ranks):
     def start(self, copy: Copy) -> None:
         """A copy was asked for; plans will bring it to the ranks."""
         if copy.operation in self.open:
-            raise SimulationError("operations", f"{copy.operation} was started twice")
+            raise Violation("operations", f"{copy.operation} was started twice")
         if self.lost:
-            raise SimulationError(
+            raise Violation(
                 "liveness", f"{copy.operation} was started though rank {self.lost} is lost"
             )
         if {copy.source, copy.target} & self.off:
-            raise SimulationError("liveness", f"{copy.operation} was started in a tier that is off")
+            raise Violation("liveness", f"{copy.operation} was started in a tier that is off")
         job = RuntimeJob(copy, self.rank_count)
         if not self.is_stored(job):
             # A rank that is gone will never touch anything, though nobody has noticed yet.
@@ -116,7 +116,7 @@ class RuntimeRanks(Ranks):
         """Nobody wants a copy any more; plans will tell the ranks."""
         job = self.open.get(effect.operation)
         if job is None:
-            raise SimulationError("operations", f"{effect.operation} was abandoned after its end")
+            raise Violation("operations", f"{effect.operation} was abandoned after its end")
         job.abandoned = True
 
     def check_quiet_copies_are_closed(self) -> None:
@@ -124,7 +124,7 @@ class RuntimeRanks(Ranks):
         for job in self.open.values():
             assert isinstance(job, RuntimeJob)
             if not job.unheard:
-                raise SimulationError("operations", f"{job}: all have reported, it did not end")
+                raise Violation("operations", f"{job}: all have reported, it did not end")
 
     # ---------------------------------------------------------------- what the owner hears
 
@@ -140,7 +140,7 @@ class RuntimeRanks(Ranks):
         elif self._runtime.ways.way is Way.HERE:
             job.left.discard(report.rank)
         if report.rank in job.left:
-            raise SimulationError("reuse", f"{job}: rank {report.rank} is believed to be through")
+            raise Violation("reuse", f"{job}: rank {report.rank} is believed to be through")
         self._unheard(job).discard(report.rank)
         if job.id.epoch < self._world.epoch:
             self._world.note("report from before a reset")
@@ -230,7 +230,7 @@ class RuntimeRanks(Ranks):
             return
         for rank, part in enumerate(self.parts):
             if (part, key) not in stores.ever:
-                raise SimulationError("store", f"{key.hex()[:4]} was never saved on rank {rank}")
+                raise Violation("store", f"{key.hex()[:4]} was never saved on rank {rank}")
 
     def _unheard(self, job: Job) -> set[int]:
         assert isinstance(job, RuntimeJob)

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.disk.device import ProcessKilledError
 from lab.sim.disk.process import DiskProcess
 from lab.sim.disk.world import make_folder
@@ -433,14 +433,14 @@ class Stores:
         assert generation is not None
         self._generations[slot.name] = generation
         if operation.epoch == self.world.epoch > 0 and generation <= self._voided[slot.name]:
-            raise SimulationError(
+            raise Violation(
                 "store", f"{operation} meets generation {generation}, from before a reset"
             )
 
     def job_begins(self, life: int, ticket: int, rank: int) -> None:
         """A process begins to touch the slots of a copy."""
         if (life, ticket, rank) in self._reported:
-            raise SimulationError("reuse", f"ticket {ticket} begins for rank {rank}, but has ended")
+            raise Violation("reuse", f"ticket {ticket} begins for rank {rank}, but has ended")
 
     def job_reported(self, link: SimLink, operation: OperationId, rank: int) -> None:
         """An engine was told that a copy has ended for a rank: nobody touches its slots."""
@@ -448,7 +448,7 @@ class Stores:
             if name == operation:
                 self._reported.add((link.life, ticket, rank))
                 if self.process and self.process.server.works_for(link.life, ticket, rank):
-                    raise SimulationError(
+                    raise Violation(
                         "reuse", f"{operation} is reported for rank {rank}, and is under way"
                     )
 
@@ -534,7 +534,7 @@ class Stores:
             disk.start()
             disk.settle()
             if not disk.checked:
-                raise SimulationError("store", "a disk tier does not come back")
+                raise Violation("store", "a disk tier does not come back")
 
     def close(self) -> None:
         """The world is over."""

@@ -15,7 +15,7 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.explore.world import Violation
 from lab.sim.conditions import without_stores
 from lab.sim.runtime.conditions import Way, draw_runtime_conditions
 from lab.sim.runtime.faults import RuntimeFaultInjector
@@ -331,11 +331,11 @@ class RuntimeWorld(World):
             warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
             drained = self.facade.close(timeout_s)
         if drained.unsettled != len(self.machine.operations):
-            raise SimulationError("drain", f"{drained} of {busy} copies")
+            raise Violation("drain", f"{drained} of {busy} copies")
         if drained.unsettled:
             self.note("copies unsettled at the end")
         if self.facade.close() != drained:
-            raise SimulationError("refusal", "a second close is not the first one")
+            raise Violation("refusal", "a second close is not the first one")
 
     def _check_closed(self) -> None:
         """Every copy was told to end, no rank does anything, and nothing more is taken."""
@@ -343,12 +343,12 @@ class RuntimeWorld(World):
             if process.alive:
                 process.end("the owner closed")
                 if process.executor.busy:
-                    raise SimulationError("drain", f"rank {process.number} is closed, but copies")
+                    raise Violation("drain", f"rank {process.number} is closed, but copies")
         for job in self.ranks.open.values():
             if not job.ended:
-                raise SimulationError("operations", f"{job} never ended")
+                raise Violation("operations", f"{job} never ended")
         try:
             self.send(ev.Tick())
         except UnavailableError:
             return
-        raise SimulationError("refusal", "a closed cache takes events")
+        raise Violation("refusal", "a closed cache takes events")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lab.explore.world import Violation
 from lab.fixtures.shards import Shard
-from lab.sim.checkers import SimulationError
 from penstock.store.base import MappedArena, Space, part_name
 from penstock.store.shared.io import FrontMemory
 from penstock.store.shared.tier import SharedTier
@@ -233,7 +233,7 @@ class SimulatedEngine:
         slots = rng.sample(sorted(self.free[rank]), count)
         self.free[rank] -= set(slots)
         if (self._blocks[rank][slots] != UNUSED).any():
-            raise SimulationError("reuse", f"{self.name}: a slot was written that nobody uses")
+            raise Violation("reuse", f"{self.name}: a slot was written that nobody uses")
         return slots
 
     def give_back(self, rank: int, slots: Sequence[int]) -> None:
@@ -244,9 +244,9 @@ class SimulatedEngine:
         """Nobody has written to slots that nobody uses, and no slot is kept for nothing."""
         for rank, free in enumerate(self.free):
             if len(free) != ARENA_SLOTS:
-                raise SimulationError("drain", f"{self.name}: slots of rank {rank} are still used")
+                raise Violation("drain", f"{self.name}: slots of rank {rank} are still used")
             if (self._blocks[rank] != UNUSED).any():
-                raise SimulationError("reuse", f"{self.name}: a slot was written that nobody uses")
+                raise Violation("reuse", f"{self.name}: a slot was written that nobody uses")
 
     def fill(self, rank: int, space: Space, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Computes blocks."""
@@ -263,7 +263,7 @@ class SimulatedEngine:
         sums = arena.span.sum_blocks(content, keys, arena.form.checksum, salt=self.salt)
         found = arena.host.sums(np.array(slots, np.int32))
         if (self._blocks[rank][list(slots)] != content).any() or (found != sums).any():
-            raise SimulationError("bytes", f"{self.name}: wrong bytes on rank {rank}")
+            raise Violation("bytes", f"{self.name}: wrong bytes on rank {rank}")
 
     def close(self) -> None:
         self._blocks.clear()

@@ -15,9 +15,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from lab.explore.world import Violation
 from lab.fixtures.lying_blobs import Lie, LyingBlobs
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
-from lab.sim.checkers import SimulationError
 from lab.sim.coverage import Kinds
 from lab.sim.shared.engine import ARENA_SLOTS, SPACE, Geometry, SimulatedEngine, SteppedTier
 from lab.sim.turns import TurnsWorld, quiet_logs
@@ -115,7 +115,7 @@ class WorldlyBlobs(LyingBlobs):
     def _perhaps_late(self, timeout_s: float) -> None:
         # Every call begins with it.
         if self.tier is not None and self.tier.is_locked:
-            raise SimulationError("store", "a call is made with the lock held")
+            raise Violation("store", "a call is made with the lock held")
         self._world.in_call()
         super()._perhaps_late(timeout_s)
 
@@ -244,11 +244,11 @@ class SharedWorld(TurnsWorld):
             return
         drawn = self.server.drawn
         if generation not in drawn:
-            raise SimulationError("reset", f"{engine.name} follows a generation that nobody drew")
+            raise Violation("reset", f"{engine.name} follows a generation that nobody drew")
         if engine.newest is not None and drawn[generation] < drawn[engine.newest]:
-            raise SimulationError("reset", f"{engine.name} follows one from before a reset again")
+            raise Violation("reset", f"{engine.name} follows one from before a reset again")
         if engine.voided_before is not None and drawn[generation] <= engine.voided_before:
-            raise SimulationError("reset", f"{engine.name} follows one that its own reset voided")
+            raise Violation("reset", f"{engine.name} follows one that its own reset voided")
         engine.newest = generation
 
     def _draw_keys(self, engine: SimulatedEngine) -> tuple[int, Sequence[Key]]:
@@ -340,7 +340,7 @@ class SharedWorld(TurnsWorld):
                 return
             self.note("generation voided")
             if made not in self.server.kept:
-                raise SimulationError("reset", f"{engine.name}: confirmed, and no replica has it")
+                raise Violation("reset", f"{engine.name}: confirmed, and no replica has it")
             engine.voiding = engine.unkept = False
             # Another engine may have voided since: as the server, it goes by what counts now.
             self._follow(engine, engine.tier.generation(SPACE))
@@ -371,13 +371,13 @@ class SharedWorld(TurnsWorld):
         counts: dict[int, int] = {}
         for found in engine.tier.take_found():
             if found.ticket not in engine.questions:
-                raise SimulationError("operations", f"question {found.ticket} is answered twice")
+                raise Violation("operations", f"question {found.ticket} is answered twice")
             job, asked_at = engine.questions.pop(found.ticket)
             self.copies["find"] += 1
             present = list(found.present)
             counts[found.ticket] = count = sum(present)
             if len(present) != len(job.keys) or not all(present[:count]):
-                raise SimulationError("operations", "blocks behind a missing one are called found")
+                raise Violation("operations", "blocks behind a missing one are called found")
             if self.now > asked_at + self._ask_s:
                 self.note("answer comes after its deadline")
         self._take_generations(engine)
@@ -400,13 +400,13 @@ class SharedWorld(TurnsWorld):
 
     def _check(self, engine: SimulatedEngine, ended: EndedJob) -> None:
         if ended.ticket not in engine.jobs:
-            raise SimulationError("operations", f"job {ended.ticket} is reported twice")
+            raise Violation("operations", f"job {ended.ticket} is reported twice")
         job, rank = engine.jobs.pop(ended.ticket)
         faults = dict(ended.faults)
         for fault in faults.values():
             self.note(f"block {fault.value}")
         if BlockFault.CORRUPT in faults.values() and not self._was_damaged():
-            raise SimulationError("store", "a block is called corrupt that nobody damaged")
+            raise Violation("store", "a block is called corrupt that nobody damaged")
         if isinstance(job, SaveJob):
             self.copies["save"] += 1
             engine.check(rank, job.space, job.keys, job.slots)
@@ -505,7 +505,7 @@ class SharedWorld(TurnsWorld):
         engine.tier.close(deadline=0.0)
         self._collect(engine)
         if engine.jobs or engine.questions:
-            raise SimulationError("liveness", f"{engine.name}: closed with jobs in hand")
+            raise Violation("liveness", f"{engine.name}: closed with jobs in hand")
 
     # ---------------------------------------------------------------- the end
 
@@ -525,13 +525,13 @@ class SharedWorld(TurnsWorld):
                 self._come_to_rest(engine)
         generations = {engine.tier.generation(SPACE) for engine in self.engines}
         if len(generations) != 1:
-            raise SimulationError("store", "engines do not agree on the generation")
+            raise Violation("store", "engines do not agree on the generation")
         for number, writer in enumerate(self.engines):
             self._share(writer, NEW_TEXT + number)
         for engine in self.engines:
             engine.check_unused()
             if engine.tier.bytes_in_hand:
-                raise SimulationError("drain", f"{engine.name}: bytes in hand do not come back")
+                raise Violation("drain", f"{engine.name}: bytes in hand do not come back")
 
     def _count_lies(self) -> None:
         for client in self._clients:
@@ -541,7 +541,7 @@ class SharedWorld(TurnsWorld):
     def _share(self, writer: SimulatedEngine, text: int) -> None:
         """What one saves now is found by all, but for engines with other block sizes."""
         if any(len(free) != ARENA_SLOTS for free in writer.free):
-            raise SimulationError("drain", f"{writer.name}: slots do not come back")
+            raise Violation("drain", f"{writer.name}: slots do not come back")
         self._use_text(writer, text, save=True)
         for reader in self.engines:
             wanted = reader.keys(text)
@@ -549,7 +549,7 @@ class SharedWorld(TurnsWorld):
             found = self._come_to_rest(reader).get(ticket)
             readable = reader.geometry.block_tokens == writer.geometry.block_tokens
             if found != (len(wanted) if readable else 0):
-                raise SimulationError(
+                raise Violation(
                     "usefulness",
                     f"{reader.name} finds {found} of {len(wanted)} blocks of {writer.name}",
                 )
@@ -558,7 +558,7 @@ class SharedWorld(TurnsWorld):
             before = self.faults.copy()
             self._use_text(reader, text, save=False)
             if any(self.faults[each] > before[each] for each in self.faults if "block " in each):
-                raise SimulationError("usefulness", f"{reader.name} cannot load what is there")
+                raise Violation("usefulness", f"{reader.name} cannot load what is there")
 
     def _use_text(self, engine: SimulatedEngine, text: int, *, save: bool) -> None:
         """Saves or loads a whole text, rank after rank: the queue of saves may be short."""
@@ -579,4 +579,4 @@ class SharedWorld(TurnsWorld):
                 return counts
             self.now += min(engine.tier.keeper_wait_s(), RETRY_MAX_S) + 0.001
         left = [*engine.jobs, *engine.questions]
-        raise SimulationError("liveness", f"{engine.name}: not reported: {left}")
+        raise Violation("liveness", f"{engine.name}: not reported: {left}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
@@ -11,13 +11,9 @@ from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
 from penstock.handoff.protocol.states import WantMove
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pytest
 
     from penstock.handoff.protocol import messages as msg
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
 
 def believe_every_report(monkeypatch: pytest.MonkeyPatch) -> None:

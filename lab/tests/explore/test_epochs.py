@@ -10,7 +10,6 @@ import pytest
 
 from lab.explore import FindingKind, explore
 from lab.tests.explore.epoch_checks import (
-    Plant,
     answer_earlier_claims,
     begin_what_was_dropped,
     believe_every_report,
@@ -29,6 +28,7 @@ from lab.worlds.worlds import WORLDS, Small
 from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
+    from lab.tests.sim.planting import Plant
     from lab.worlds.carrying import State
     from lab.worlds.world import HandoffWorld
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
 from lab.sim.disk import DiskWorld
 from lab.sim.disk.world import Crash
-from lab.sim.scenarios import Scenario
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.store.disk import folder, threads
 from penstock.store.disk.folder import Generations
 from penstock.store.disk.segments import SegmentPool
@@ -31,30 +30,6 @@ if TYPE_CHECKING:
 
 SEEDS_MAX = 120
 """None of them finds anything without a planted bug, and each planted bug is found in one."""
-BATCH = 10
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
-
-
-@pytest.mark.parametrize("first", range(0, 2 * BATCH, BATCH))
-def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
-    assert run_seeds(range(first, first + BATCH), Scenario.DISK).failures == []
-
-
-@pytest.mark.long
-def test_five_thousand_worlds_see_everything_and_find_nothing() -> None:
-    outcome = run_campaign(range(5000), Scenario.DISK, jobs=2)
-
-    assert outcome.failures == []
-    assert outcome.coverage.shortfalls() == []
-
-
-def test_a_seed_tells_the_same_story_every_time() -> None:
-    stories: list[list[str]] = [[], []]
-    for lines in stories:
-        DiskWorld(11, log=lines.append).run()
-
-    assert stories[0] == stories[1]
 
 
 def crash_everywhere(seed: int, *, power: bool, every: int) -> int:
@@ -228,22 +203,13 @@ PLANTED = [
 """What is planted, who finds it, and a seed in which it was found: looked at first."""
 
 
-def first_failure(first: int) -> Failure | None:
-    for seed in (first, *range(SEEDS_MAX)):
-        try:
-            DiskWorld(seed).run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
-
-
 @pytest.mark.parametrize(("plant", "checkers", "seed"), PLANTED)
 def test_a_bug_planted_in_the_disk_tier_is_found(
     plant: Plant, checkers: set[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(seed)
+    found = first_failure(DiskWorld, (seed, *range(SEEDS_MAX)))
 
     assert found is not None
     assert found.checker in checkers, found

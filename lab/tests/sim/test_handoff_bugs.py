@@ -1,7 +1,7 @@
 """Bugs planted in the machines of a handoff are found.
 
 Each is planted in the shipped code, for the length of one test, and looked for in at most as
-many seeds as are stated with it. `test_handoff_campaign` shows that without a planted bug these
+many seeds as are stated with it. `test_scenarios` shows that without a planted bug these
 seeds find nothing.
 """
 
@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.explore import Violation
-from lab.sim.campaign import DEFECTS
-from lab.sim.checkers import SimulationError
 from lab.sim.handoff import HandoffSimulation
 from lab.tests.explore.epoch_checks import (
-    Plant,
     answer_earlier_claims,
     begin_what_was_dropped,
     believe_every_report,
@@ -25,6 +21,7 @@ from lab.tests.explore.epoch_checks import (
     serve_what_was_stopped,
     stop_later_claims,
 )
+from lab.tests.sim.planting import Plant, first_failure
 from lab.worlds.decode import DecodeRankActor
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
@@ -40,19 +37,8 @@ if TYPE_CHECKING:
 
 def finder_of(seed: int) -> str:
     """Who finds something in a world; nobody, if it comes to a good end."""
-    try:
-        HandoffSimulation(seed).run()
-    except (SimulationError, Violation) as error:
-        return error.checker
-    except DEFECTS as error:
-        return type(error).__name__
-    return "nobody"
-
-
-def first_finder(seed_count: int, first: int = 0) -> str:
-    """Who finds something first in so many worlds."""
-    finders = map(finder_of, (first, *range(seed_count)))
-    return next((finder for finder in finders if finder != "nobody"), "nobody")
+    found = first_failure(HandoffSimulation, [seed])
+    return "nobody" if found is None else found.checker
 
 
 def plant_any_rank_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +186,7 @@ def test_a_bug_that_was_planted_is_found(
 ) -> None:
     plant(monkeypatch)
 
-    assert first_finder(seed_count, seed) != "nobody"
+    assert first_failure(HandoffSimulation, (seed, *range(seed_count))) is not None
 
 
 def test_claims_that_are_never_repeated_are_found_because_nothing_is_delivered(
@@ -236,4 +222,7 @@ def test_writes_into_memory_given_back_are_what_a_missing_fence_leads_to(
 ) -> None:
     plant_no_fence(monkeypatch)
 
-    assert first_finder(60) == "given back"
+    found = first_failure(HandoffSimulation, range(60))
+
+    assert found is not None
+    assert found.checker == "given back"

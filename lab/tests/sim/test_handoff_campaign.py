@@ -1,54 +1,19 @@
-"""A share of the seeds of the scenario `handoff` in every test run, and what makes them good."""
+"""What makes the seeds of the scenario `handoff` good, and its command."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
-import pytest
-
 from lab.cli.app import run
-from lab.sim.campaign import run_campaign, run_seeds
 from lab.sim.handoff import HandoffSimulation
-from lab.sim.scenarios import Scenario
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BATCH = 50
-
-
-def story_of(seed: int) -> list[str]:
-    lines: list[str] = []
-    HandoffSimulation(seed, log=lines.append).run()
-    return lines
-
-
-@pytest.mark.parametrize("first", range(0, 2 * BATCH, BATCH))
-def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
-    outcome = run_seeds(range(first, first + BATCH), Scenario.HANDOFF)
-
-    assert outcome.failures == []
-    assert outcome.coverage.events_mean > 100
-
-
-@pytest.mark.long
-def test_twenty_thousand_worlds_see_everything_and_find_nothing() -> None:
-    outcome = run_campaign(range(20_000), Scenario.HANDOFF, jobs=2)
-
-    assert outcome.failures == []
-    assert outcome.coverage.shortfalls() == []
-
-
-@pytest.mark.parametrize("seed", [1, 5, 8])
-def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
-    assert story_of(seed) == story_of(seed)
-
-
-def test_different_seeds_tell_different_stories() -> None:
-    assert story_of(1) != story_of(2)
+    import pytest
 
 
 def test_there_are_worlds_of_every_size() -> None:

@@ -1,64 +1,16 @@
-"""Worlds of several prefill and decode instances: a share of the seeds, and planted bugs."""
+"""Worlds of several prefill and decode instances, and bugs that are planted in them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from lab.explore import Violation
 from lab.sim import pairs
 from lab.sim.agenda import Agenda
-from lab.sim.campaign import DEFECTS, run_campaign, run_seeds
-from lab.sim.checkers import SimulationError
 from lab.sim.pairs import PairsSimulation
-from lab.sim.scenarios import Scenario
+from lab.tests.sim.planting import Plant, first_failure
 from lab.tests.sim.test_handoff_bugs import plant_any_rank_will_do, plant_no_fence
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock_serve.server.pairs import PairTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-BATCH = 45
-
-
-def story_of(seed: int) -> list[str]:
-    lines: list[str] = []
-    PairsSimulation(seed, log=lines.append).run()
-    return lines
-
-
-def finder_of(seed: int) -> str:
-    """Who finds something in a world; nobody, if it comes to a good end."""
-    try:
-        PairsSimulation(seed).run()
-    except (SimulationError, Violation) as error:
-        return error.checker
-    except DEFECTS as error:
-        return type(error).__name__
-    return "nobody"
-
-
-@pytest.mark.parametrize("first", range(0, 2 * BATCH, BATCH))
-def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
-    outcome = run_seeds(range(first, first + BATCH), Scenario.PAIRS)
-
-    assert outcome.failures == []
-    assert outcome.coverage.events_mean > 100
-
-
-@pytest.mark.long
-def test_twenty_thousand_worlds_see_everything_and_find_nothing() -> None:
-    outcome = run_campaign(range(20_000), Scenario.PAIRS, jobs=2)
-
-    assert outcome.failures == []
-    assert outcome.coverage.shortfalls() == []
-
-
-@pytest.mark.parametrize("seed", [1, 5])
-def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
-    assert story_of(seed) == story_of(seed)
 
 
 def test_there_are_worlds_of_two_prefill_and_two_decode_instances_and_of_others() -> None:
@@ -111,16 +63,14 @@ def plant_stopped_claims_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_bug_that_was_planted_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    seed_count: int,
-    finders: set[str],
-    monkeypatch: pytest.MonkeyPatch,
+    plant: Plant, seed_count: int, finders: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    found = next((each for each in map(finder_of, range(seed_count)) if each != "nobody"), "nobody")
+    found = first_failure(PairsSimulation, range(seed_count))
 
-    assert found in finders
+    assert found is not None
+    assert found.checker in finders
 
 
 def test_what_happens_at_one_time_keeps_its_order_whenever_it_was_entered() -> None:

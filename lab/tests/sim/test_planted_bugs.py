@@ -7,13 +7,14 @@ the bytes, the promises of copies, or the end of the world that tell.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from lab.sim.campaign import DEFECTS, Failure, failure_of
 from lab.sim.world import World
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.cache.states import OperationMove, OperationState
 from penstock.cache.tier import Tier
 from penstock.machine import acquire, copies, leases, machine, offload
@@ -21,7 +22,7 @@ from penstock.machine.events import CopyReport
 from penstock.machine.matching import Finding, find
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -30,18 +31,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.keys import Key
 
 SEEDS_MAX = 300
-"""`test_worlds` shows that none of these seeds finds anything without a planted bug."""
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
-
-
-def first_failure(*, audited: bool) -> Failure | None:
-    for seed in range(SEEDS_MAX):
-        try:
-            World(seed, audited=audited).run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
+"""`test_scenarios` shows that none of these seeds finds anything without a planted bug."""
 
 
 def plant_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +147,7 @@ def test_a_planted_bug_is_found(
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(audited=True)
+    found = first_failure(World, range(SEEDS_MAX))
 
     assert found is not None
     assert found.checker in {checker, "InvariantViolation"}
@@ -169,7 +159,7 @@ def test_a_planted_bug_is_found_from_outside_by_the_right_checker(
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(audited=False)
+    found = first_failure(partial(World, audited=False), range(SEEDS_MAX))
 
     assert found is not None
     assert found.checker == checker

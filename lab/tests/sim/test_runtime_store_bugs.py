@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.sim.campaign import DEFECTS, Failure, failure_of
 from lab.sim.runtime import RuntimeWorld
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.store.process.link import StoreLink
 from penstock.store.process.messages import JobReport
 from penstock.store.process.server import StoreServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lab.sim.conditions import Conditions
 
 SEEDS = range(150, 350)
 """One in four has a store; none of them finds anything without a planted bug."""
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
 
 class StormyWorld(RuntimeWorld):
@@ -36,16 +32,9 @@ class StormyWorld(RuntimeWorld):
         return replace(conditions, reset=0.06, event_budget=150, store=store, sleep=0.0)
 
 
-def first_failure(first: int) -> Failure | None:
-    for seed in (first, *SEEDS):
-        world = StormyWorld(seed)
-        if world.stores is None:
-            continue
-        try:
-            world.run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
+def with_a_store(seed: int) -> RuntimeWorld | None:
+    world = StormyWorld(seed)
+    return None if world.stores is None else world
 
 
 def plant_belief_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +93,7 @@ def test_a_bug_planted_around_the_store_process_is_found(
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(seed)
+    found = first_failure(with_a_store, (seed, *SEEDS))
 
     assert found is not None
     assert found.checker in checkers, found

@@ -1,17 +1,16 @@
-"""Worlds around the production runtime: a share of the seeds, and bugs planted in it are found."""
+"""Worlds around the production runtime: bugs planted in it are found."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
 from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.conditions import Way
-from lab.sim.scenarios import Scenario
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.runtime import rank as rank_module
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
@@ -21,7 +20,7 @@ from penstock.runtime.rank_links import MissingReports
 from penstock.vocabulary.checksums import CellSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -30,27 +29,8 @@ if TYPE_CHECKING:
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.keys import Key
 
-SEEDS = 50
-"""So many run here without a finding; more of them in what is marked long."""
-BATCH = 25
 SEARCHED = range(300)
 """A planted bug is found in one of these."""
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
-
-
-def story_of(seed: int) -> list[str]:
-    lines: list[str] = []
-    RuntimeWorld(seed, log=lines.append).run()
-    return lines
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
-    outcome = run_seeds(range(first, first + BATCH), Scenario.RUNTIME)
-
-    assert outcome.failures == []
-    assert outcome.coverage.events_mean > 60
 
 
 # S3-FIFO let a block leave that was just saved, before older ones with hits, as it should; the
@@ -58,19 +38,6 @@ def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
 @pytest.mark.parametrize("seed", [700002325])
 def test_what_once_failed_does_not_fail_again(seed: int) -> None:
     RuntimeWorld(seed).run()
-
-
-@pytest.mark.long
-def test_five_thousand_worlds_see_everything_and_find_nothing() -> None:
-    outcome = run_campaign(range(5000), Scenario.RUNTIME, jobs=2)
-
-    assert outcome.failures == []
-    assert outcome.coverage.shortfalls() == []
-
-
-@pytest.mark.parametrize("seed", [2, 11, 20])
-def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
-    assert story_of(seed) == story_of(seed)
 
 
 def test_plans_travel_in_every_way() -> None:
@@ -184,20 +151,11 @@ class DeadlyWorld(SteadyWorld):
         return replace(conditions, death=0.1)
 
 
-def first_failure(world: type[RuntimeWorld] = SteadyWorld, *, first: int = 0) -> Failure | None:
-    for seed in (first, *SEARCHED):
-        try:
-            world(seed).run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
-
-
 @pytest.mark.parametrize(("plant", "seed"), PLANTED)
 def test_a_planted_bug_is_found(plant: Plant, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 
-    found = first_failure(first=seed)
+    found = first_failure(SteadyWorld, (seed, *SEARCHED))
 
     assert found is not None
 
@@ -210,7 +168,7 @@ def test_worlds_whose_ranks_die_often_break_no_promise() -> None:
 def test_orders_of_an_earlier_life_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_orders_of_an_earlier_life(monkeypatch)
 
-    found = first_failure(DeadlyWorld)
+    found = first_failure(DeadlyWorld, SEARCHED)
 
     assert found is not None
     assert "from before its time" in found.problem

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
-from lab.sim.scenarios import Scenario
 from lab.sim.shared import SharedWorld
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.store.shared import io
 from penstock.store.shared.generations import KnownGenerations, SharedKeeper
 from penstock.store.shared.tier import SharedTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.cache.operations import BlockFault
     from penstock.store.shared.generations import Lineage
     from penstock.store.shared.io import SumsOfArenas, ValueRun
@@ -23,30 +20,6 @@ if TYPE_CHECKING:
 
 SEEDS = range(40)
 """None of them finds anything without a planted bug, and each planted bug is found in one."""
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
-
-
-@pytest.mark.parametrize("first", [0, 8])
-def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
-    assert run_seeds(range(first, first + 8), Scenario.SHARED).failures == []
-
-
-@pytest.mark.long
-def test_two_thousand_worlds_see_everything_and_find_nothing() -> None:
-    outcome = run_campaign(range(2000), Scenario.SHARED, jobs=2)
-
-    assert outcome.failures == []
-    assert outcome.coverage.shortfalls() == []
-
-
-def test_a_seed_tells_the_same_story_every_time() -> None:
-    stories: list[list[str]] = [[], []]
-    for lines in stories:
-        SharedWorld(3, log=lines.append).run()
-
-    assert stories[0] == stories[1]
-    assert len(stories[0]) > 20
 
 
 def plant_blind_reads(patch: pytest.MonkeyPatch) -> None:
@@ -130,22 +103,13 @@ PLANTED = [
 """With seeds of which an early one finds it, to be quick."""
 
 
-def first_failure(seeds: range) -> Failure | None:
-    for seed in seeds:
-        try:
-            SharedWorld(seed).run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
-
-
 @pytest.mark.parametrize(("plant", "seeds", "checkers"), PLANTED)
 def test_a_bug_planted_in_the_shared_tier_is_found(
     plant: Plant, seeds: range, checkers: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(seeds)
+    found = first_failure(SharedWorld, seeds)
 
     assert found is not None
     assert found.checker in checkers, found

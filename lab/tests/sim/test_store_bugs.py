@@ -6,35 +6,21 @@ order. A bug is planted by changing the order, or by leaving a check out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
-
 import pytest
 
 from lab.sim import store
-from lab.sim.campaign import DEFECTS, Failure, failure_of
 from lab.sim.store import Disk, Row, Store
 from lab.sim.world import World
+from lab.tests.sim.planting import Plant, first_failure
 from penstock.machine import copies, faults, stored
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SEEDS_MAX = 1500
 """Of which about one in eight has a store; none of them finds anything without a planted bug."""
 
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
-
-def first_failure(first: int, *, audited: bool) -> Failure | None:
-    for seed in (first, *range(SEEDS_MAX)):
-        world = World(seed, audited=audited)
-        if world.conditions.store is None:
-            continue
-        try:
-            world.run()
-        except DEFECTS as error:
-            return failure_of(seed, error)
-    return None
+def with_a_store(seed: int) -> World | None:
+    world = World(seed, audited=False)
+    return None if world.conditions.store is None else world
 
 
 def plant_row_before_payload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +99,7 @@ def test_a_planted_bug_of_a_store_is_found_from_outside(
 ) -> None:
     plant(monkeypatch)
 
-    found = first_failure(seed, audited=False)
+    found = first_failure(with_a_store, (seed, *range(SEEDS_MAX)))
 
     assert found is not None
     assert found.checker in checkers
