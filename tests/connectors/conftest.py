@@ -40,6 +40,16 @@ write = "write_through"
 """
 
 
+class Clock:
+    """The time, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @dataclass
 class FakeRequest:
     """The attributes of vLLM's Request that the connector reads."""

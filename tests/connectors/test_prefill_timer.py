@@ -9,19 +9,9 @@ from penstock.connectors.base.statistics import (
     STEPS_PLANNED_MAX,
     PrefillTimer,
 )
-from tests.connectors.conftest import FakeEngine, FakeRequest
+from tests.connectors.conftest import Clock, FakeEngine, FakeRequest
 
 BIG = STEP_TOKENS_MIN
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

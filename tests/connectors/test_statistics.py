@@ -22,7 +22,7 @@ from penstock.connectors.base.statistics import (
     reduced,
 )
 from penstock.machine import events as ev
-from tests.connectors.conftest import FakeEngine, FakeRequest
+from tests.connectors.conftest import Clock, FakeEngine, FakeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,16 +31,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 TOKENS = 4
 PROMPT = list(range(100, 126))  # six blocks and two tokens
 BYTES = BlockBytes(loaded=7, saved=5)
-
-
-class Clock:
-    """The time, as a test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Lines(logging.Handler):

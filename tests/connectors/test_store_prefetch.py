@@ -25,7 +25,7 @@ from penstock.connectors.base.statistics import TransferCounts
 from penstock.machine.effects import Found
 from penstock.machine.statistics import HubCounts
 from penstock.runtime.stored_tiers import StoreStatus
-from tests.connectors.conftest import FakeEngine, FakeRequest
+from tests.connectors.conftest import Clock, FakeEngine, FakeRequest
 from tests.runtime.stored_engine import SOON_S, process_of
 from tests.stopped import stop_process
 
@@ -37,25 +37,14 @@ PROMPT = list(range(100, 126))  # six blocks and two tokens
 OTHER = list(range(500, 526))
 
 
-class Clock:
-    """Stands still, unless it is told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines that wait for a store as long as it takes: a busy machine is no failure."""
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for a store as long as it takes: a busy machine is no failure."""
     monkeypatch.setattr("penstock.store.process.link.SILENT_S", SOON_S)
 
-    def make(**wishes: Any) -> FakeEngine:
-        return FakeEngine(**{"counts": TransferCounts(clock=Clock()), **wishes})
 
-    return make
+def make_engine(**wishes: Any) -> FakeEngine:
+    return FakeEngine(**{"counts": TransferCounts(clock=Clock()), **wishes})
 
 
 @pytest.fixture
@@ -84,9 +73,7 @@ def start(engine: Any) -> None:
     engine.run_until(lambda: engine.offload.health().ok and not engine.scheduler.pending)
 
 
-def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(
-    filled: Path, make_engine: Any
-) -> None:
+def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(filled: Path) -> None:
     again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
@@ -108,9 +95,7 @@ def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(
     assert len(counted["disk_wait_seconds"]) == 1
 
 
-def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(
-    filled: Path, make_engine: Any
-) -> None:
+def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(filled: Path) -> None:
     again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
@@ -121,9 +106,7 @@ def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(
         assert "disk_wait_seconds" not in engine.scheduler.take_statistics()
 
 
-def test_what_the_engine_has_on_its_device_is_not_brought_up(
-    filled: Path, make_engine: Any
-) -> None:
+def test_what_the_engine_has_on_its_device_is_not_brought_up(filled: Path) -> None:
     again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
@@ -133,9 +116,7 @@ def test_what_the_engine_has_on_its_device_is_not_brought_up(
         assert engine.scheduler.find_tokens(again, 24) == 0
 
 
-def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(
-    filled: Path, make_engine: Any
-) -> None:
+def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(filled: Path) -> None:
     requests = [FakeRequest(name, PROMPT) for name in ("one", "two")]
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
@@ -150,16 +131,14 @@ def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(
     assert counted["disk_blocks_loaded"] == 6
 
 
-def test_a_prompt_that_nobody_has_computed_does_not_wait(filled: Path, make_engine: Any) -> None:
+def test_a_prompt_that_nobody_has_computed_does_not_wait(filled: Path) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
 
         assert engine.scheduler.find_tokens(FakeRequest("new", OTHER), 0) == 0
 
 
-def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
-    filled: Path, make_engine: Any
-) -> None:
+def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(filled: Path) -> None:
     clock = Clock()
     again = FakeRequest("again", PROMPT)
     with closing(make_engine(disk=filled, counts=TransferCounts(clock=clock))) as engine:
@@ -184,7 +163,7 @@ def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
     assert waited == [pytest.approx(WAIT_S + 0.01)]
 
 
-def test_a_killed_store_delays_nobody_and_comes_again(filled: Path, make_engine: Any) -> None:
+def test_a_killed_store_delays_nobody_and_comes_again(filled: Path) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         os.kill(process_of(filled), signal.SIGKILL)
@@ -204,7 +183,7 @@ def test_a_killed_store_delays_nobody_and_comes_again(filled: Path, make_engine:
 
 
 def test_an_engine_without_work_does_not_step_for_ever_for_a_disk_that_cannot_come(
-    tmp_path: Path, make_engine: Any
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     clock = Clock()
@@ -227,7 +206,7 @@ def test_an_engine_without_work_does_not_step_for_ever_for_a_disk_that_cannot_co
 
 
 def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once(
-    folder: Path, make_engine: Any, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(make_engine(disk=folder, weights="")) as engine:
         engine.run(FakeRequest("first", PROMPT))
@@ -258,7 +237,7 @@ def announced(announcer: EventAnnouncer) -> dict[str, list[int]]:
 
 
 def test_blocks_are_announced_on_the_disk_when_they_are_there_and_until_a_reset(
-    folder: Path, make_engine: Any
+    folder: Path,
 ) -> None:
     announcer = announcer_of_both()
     with closing(make_engine(disk=folder, announcer=announcer)) as engine:
@@ -276,7 +255,7 @@ def test_blocks_are_announced_on_the_disk_when_they_are_there_and_until_a_reset(
 
 
 def test_blocks_of_an_earlier_life_are_announced_when_a_request_describes_them(
-    filled: Path, make_engine: Any
+    filled: Path,
 ) -> None:
     again = FakeRequest("again", PROMPT)
     announcer = announcer_of_both()
@@ -294,7 +273,7 @@ def test_blocks_of_an_earlier_life_are_announced_when_a_request_describes_them(
     assert arrived == {"StoredEvent CPU": [*range(6)]}
 
 
-def test_another_thread_may_end_the_engine(filled: Path, make_engine: Any) -> None:
+def test_another_thread_may_end_the_engine(filled: Path) -> None:
     engine = make_engine(disk=filled)
     start(engine)
     store = process_of(filled)
@@ -306,9 +285,7 @@ def test_another_thread_may_end_the_engine(filled: Path, make_engine: Any) -> No
         os.kill(store, 0)
 
 
-def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
-    filled: Path, make_engine: Any
-) -> None:
+def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(filled: Path) -> None:
     """Blocks from before it are void, and the weights of those after it are not known."""
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
@@ -327,9 +304,7 @@ def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
     assert found == [0, 0]
 
 
-def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
-    filled: Path, make_engine: Any
-) -> None:
+def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(filled: Path) -> None:
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         running = FakeRequest("running", OTHER)
@@ -473,9 +448,7 @@ def test_a_long_queue_takes_half_of_host_memory_and_the_rest_is_asked_for_in_tur
     assert ask(StoreWait()), "there is room for the next one"
 
 
-def test_nobody_waits_for_a_last_block_that_the_engine_computes_again(
-    filled: Path, make_engine: Any
-) -> None:
+def test_nobody_waits_for_a_last_block_that_the_engine_computes_again(filled: Path) -> None:
     with closing(make_engine(disk=filled, window_groups=())) as engine:
         start(engine)
         again = FakeRequest("again", PROMPT[: 6 * TOKENS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +11,14 @@ import penstock
 from tests.runtime.stored_engine import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import pytest
+
     from tests.store.redis_server import RedisServer
+
+    Place = Callable[[str, str], "SharingEngine"]
 
 HEAD = """
 version = 1
@@ -54,6 +60,24 @@ class SharingEngine(Engine):
         status = self.cache.store_status("r")
         assert status is not None
         return status.searching
+
+
+@contextmanager
+def places_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limits: str = PATIENT
+) -> Iterator[Place]:
+    """Opens an engine on a machine of this name: each has a store process of its own."""
+    with ExitStack() as undo:
+
+        def opened(name: str, store: str) -> SharingEngine:
+            own = folder / name
+            own.mkdir(exist_ok=True)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
+            engine = undo.enter_context(SharingEngine(own, store, limits))
+            engine.wait_until_on()
+            return engine
+
+        yield opened
 
 
 def of_redis(redis: RedisServer) -> str:

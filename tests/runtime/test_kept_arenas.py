@@ -23,6 +23,7 @@ from penstock.machine import effects as ef
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import OnFailure, ProcessSpec
 from penstock.transport.zeromq import Listener
+from tests.descriptors import arena_holders
 from tests.stopped import stop_process
 
 if TYPE_CHECKING:
@@ -158,18 +159,6 @@ def test_a_rank_that_is_told_to_stop_leaves_in_good_order(stack: ExitStack) -> N
     assert fleet.owner.health().reasons == ("rank 0 is lost: it closed its channel",)
 
 
-def holders(name: str) -> set[int]:
-    """The processes that have a descriptor or a mapping of an arena."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            links = [os.readlink(link) for link in (folder / "fd").iterdir()]
-            maps = (folder / "maps").read_text()
-            if f"memfd:penstock-{name} " in f"{maps} {' '.join(links)} ":
-                found.add(int(folder.name))
-    return found
-
-
 ENGINE = """
 import sys, signal
 from contextlib import ExitStack
@@ -190,7 +179,7 @@ def test_nothing_is_left_after_kill_9_of_everybody() -> None:
         assert engine.stdout is not None
         others = [int(pid) for pid in engine.stdout.readline().split()]
         watched = [os.pidfd_open(pid) for pid in others]
-        held_by = holders(name)
+        held_by = arena_holders(name)
 
         for pid in (engine.pid, *others):
             with suppress(ProcessLookupError):
@@ -202,7 +191,7 @@ def test_nothing_is_left_after_kill_9_of_everybody() -> None:
         os.close(pidfd)
 
     assert held_by == {*others}  # The supervisor, and both ranks.
-    assert holders(name) == set()
+    assert arena_holders(name) == set()
 
 
 class Drawer:

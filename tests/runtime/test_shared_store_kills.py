@@ -19,12 +19,13 @@ import pytest
 from tests.runtime.sharing_engine import SharingEngine, of_redis
 from tests.runtime.stored_engine import all_but_the_last_block, process_of, processes_of, prompt
 from tests.store.mooncake_master import MooncakeMaster, MooncakeSegment
-from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Protocol
+
+    from tests.store.redis_server import RedisServer
 
     class Server(Protocol):
         """A process that the store needs."""
@@ -116,14 +117,6 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield opened
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    require_redis()
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.kill()
-
-
 def misses(fleet: Fleet) -> int:
     return sum(sum(each.cache.statistics().misses.values()) for each in fleet.engines)
 
@@ -186,13 +179,6 @@ class StoreProcess:
         self._engine.run_until(lambda: len(processes_of(folder)) == 1)
         self._pid = process_of(folder)
         os.kill(self._pid, number)
-
-
-@pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
-    found = MooncakeMaster()
-    yield found
-    found.kill()
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.runtime.sharing_engine import SharingEngine, of_redis
+from tests.runtime.sharing_engine import SharingEngine, of_redis, places_of
 from tests.runtime.stored_engine import (
     SOON_S,
     all_but_the_last_block,
@@ -26,6 +25,8 @@ from tests.store.redis_server import RedisServer, require_redis
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.runtime.sharing_engine import Place
 
 PROMPTS = range(1, 5)
 """Twice what the memory of an engine holds."""
@@ -96,21 +97,9 @@ def redis(tmp_path: Path) -> Iterator[ReplicatedRedis]:
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str, str], SharingEngine]]:
-    """Opens an engine on a machine of this name: each has a store process of its own."""
-    with ExitStack() as undo:
-
-        def opened(name: str, store: str) -> SharingEngine:
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-            engine = undo.enter_context(SharingEngine(folder, store, QUICK))
-            engine.wait_until_on()
-            return engine
-
-        yield opened
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with places_of(tmp_path, monkeypatch, QUICK) as place:
+        yield place
 
 
 def cached(engine: SharingEngine) -> int:
@@ -149,7 +138,7 @@ def use_until_another_counts(engine: SharingEngine, record: Callable[[], bytes])
 
 
 def test_no_block_of_before_a_reset_comes_back_with_a_replica_that_was_behind(
-    redis: ReplicatedRedis, place: Callable[[str, str], SharingEngine]
+    redis: ReplicatedRedis, place: Place
 ) -> None:
     engine = place("one", of_redis(redis.master))
     save_all(engine)
@@ -168,7 +157,7 @@ def test_no_block_of_before_a_reset_comes_back_with_a_replica_that_was_behind(
     "who", ["has seen it", pytest.param("asked for it", marks=pytest.mark.long)]
 )
 def test_an_engine_tells_a_store_process_that_was_restarted_what_was_reset(
-    redis: ReplicatedRedis, place: Callable[[str, str], SharingEngine], who: str
+    redis: ReplicatedRedis, place: Place, who: str
 ) -> None:
     asking, other = place("one", of_redis(redis.master)), place("other", of_redis(redis.master))
     save_all(asking)
@@ -196,9 +185,7 @@ def in_store(engine: SharingEngine) -> int:
     return engine.cache.statistics().tiers[-1].ready
 
 
-def test_a_reset_is_kept_when_a_replica_has_it(
-    redis: ReplicatedRedis, place: Callable[[str, str], SharingEngine]
-) -> None:
+def test_a_reset_is_kept_when_a_replica_has_it(redis: ReplicatedRedis, place: Place) -> None:
     engine = place("one", of_redis(redis.master))
     save_all(engine)
     redis.replica.stop()  # The master waits for it, for a minute.
@@ -225,7 +212,7 @@ def test_a_reset_is_kept_when_a_replica_has_it(
     "restored", ["the records", pytest.param("all of it", marks=pytest.mark.long)]
 )
 def test_no_block_of_before_a_reset_comes_back_with_a_backup_of_a_folder(
-    tmp_path: Path, place: Callable[[str, str], SharingEngine], restored: str
+    tmp_path: Path, place: Place, restored: str
 ) -> None:
     folder = tmp_path / "objects"
     engine = place("one", f'kind = "objects"\nurl = "file://{folder}"\n')

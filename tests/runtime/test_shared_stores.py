@@ -6,54 +6,33 @@ import os
 import signal
 import time
 import urllib.request
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 from moto.server import ThreadedMotoServer
 
 from penstock import LeaseState
-from tests.runtime.sharing_engine import SharingEngine, of_redis
+from tests.runtime.sharing_engine import SharingEngine, of_redis, places_of
 from tests.runtime.stored_engine import SOON_S, all_but_the_last_block, process_of, prompt
 from tests.stopped import stop_process
-from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    require_redis()
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.kill()
+    from tests.runtime.sharing_engine import Place
+    from tests.store.mooncake_master import MooncakeMaster
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str, str], SharingEngine]]:
-    """Opens an engine on a machine of this name: each has a store process of its own."""
-    with ExitStack() as undo:
-
-        def opened(name: str, store: str) -> SharingEngine:
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-            engine = undo.enter_context(SharingEngine(folder, store))
-            engine.wait_until_on()
-            return engine
-
-        yield opened
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with places_of(tmp_path, monkeypatch) as place:
+        yield place
 
 
 @pytest.fixture
-def machine(
-    place: Callable[[str, str], SharingEngine], redis: RedisServer
-) -> Callable[[str], SharingEngine]:
+def machine(place: Place, redis: RedisServer) -> Callable[[str], SharingEngine]:
     return lambda name: place(name, of_redis(redis))
 
 
@@ -70,7 +49,7 @@ def test_what_one_machine_has_computed_another_one_finds(
 
 
 def test_an_acquire_alone_finds_what_another_machine_has_stored(
-    place: Callable[[str, str], SharingEngine], tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
     store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
     one, other = place("one", store), place("other", store)
@@ -91,7 +70,7 @@ def test_an_acquire_alone_finds_what_another_machine_has_stored(
 
 
 def test_an_acquire_waits_no_longer_than_it_says_for_a_store_that_does_not_answer(
-    place: Callable[[str, str], SharingEngine], tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
     engine = place("one", f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n')
     pid = process_of(tmp_path / "one")
@@ -107,7 +86,7 @@ def test_an_acquire_waits_no_longer_than_it_says_for_a_store_that_does_not_answe
 
 
 def test_a_miss_says_that_blocks_are_there_in_a_form_that_cannot_be_read(
-    place: Callable[[str, str], SharingEngine], tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
     store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
     place("one", store).save(prompt(1))
@@ -125,7 +104,7 @@ def test_a_miss_says_that_blocks_are_there_in_a_form_that_cannot_be_read(
 
 
 def test_a_miss_says_form_where_the_package_for_compressed_blocks_is_missing(
-    place: Callable[[str, str], SharingEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
     place("one", f'{store}compression = "zstd"\n').save(zeros := [0] * len(prompt(1)))
@@ -166,7 +145,7 @@ secret_env = "OF_THE_TEST"
 # Other tests here have engines over a folder.
 @pytest.mark.parametrize("where", ["bucket", pytest.param("folder", marks=pytest.mark.long)])
 def test_what_one_machine_has_put_into_objects_another_one_finds(
-    place: Callable[[str, str], SharingEngine], tmp_path: Path, bucket: str, where: str
+    place: Place, tmp_path: Path, bucket: str, where: str
 ) -> None:
     keys = bucket if where == "bucket" else f'url = "file://{tmp_path}/objects"\n'
     store = f'kind = "objects"\nrefresh_s = 0.1\n{keys}'
@@ -179,15 +158,8 @@ def test_what_one_machine_has_put_into_objects_another_one_finds(
     assert other.cache.statistics().blocks_corrupt == 0
 
 
-@pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
-    found = MooncakeMaster()
-    yield found
-    found.kill()
-
-
 def test_machines_share_the_memory_that_one_of_them_lends_to_mooncake(
-    master: MooncakeMaster, place: Callable[[str, str], SharingEngine]
+    master: MooncakeMaster, place: Place
 ) -> None:
     store = f'kind = "mooncake"\nmaster = "{master.address}"\n'
     one = place("one", store + "segment_gib = 0.1\n")

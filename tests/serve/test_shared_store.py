@@ -8,11 +8,11 @@ import pytest
 
 from tests.serve.conftest import eventually, serving
 from tests.serve.test_roles import SIZES, reported, require_same
-from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.store.redis_server import RedisServer
 
 TEXT = "What one server has computed, the next one finds in the store of both. " * 3
 PROMPT = [3 + each * 7 % 300 for each in range(112)]
@@ -21,14 +21,6 @@ PAIR = ("--prefill-tp", "1", "--decode-tp", "1")
 GENERATED = 40
 """Tokens of an answer: five blocks."""
 SOON_S = 600.0
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    require_redis()
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.kill()
 
 
 # The next test but for the prompt's own words.

@@ -25,14 +25,14 @@ from penstock.store.stored_tier import FAILURES_MAX
 from penstock.vocabulary.layout import HeadRange, Layout
 from penstock.vocabulary.planes import DType
 from tests.store.mooncake_master import MooncakeMaster
-from tests.store.redis_server import RedisServer, require_redis
 from tests.store.shared_engines import SLOT_COUNT, SPACE, Engine, draw_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from penstock.store.clients.blobs import BlobStore
+    from tests.store.redis_server import RedisServer
 
     Damage = Callable[[str], None]
 
@@ -48,14 +48,6 @@ LAYOUT = Layout.split(
 
 def open_tier(blobs: BlobStore) -> SharedTier:
     return SharedTier(blobs, ask_s=WAIT_S, timeout_s=WAIT_S, poll_s=0.05, absent_s=0)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    require_redis()
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.kill()
 
 
 def blobs_of_redis(server: RedisServer) -> RedisBlobs:

@@ -42,7 +42,7 @@ from tests.descriptors import open_descriptors
 from tests.store.segments import seal_trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from penstock.store.base import GoneBlocks
@@ -51,25 +51,6 @@ if TYPE_CHECKING:
 LAYOUT = LAYOUTS["whole pages"]
 BLOCK = Geometry(segment_bytes=1 << 30, block_bytes=LAYOUT.block_bytes, cell_count=4).slot_bytes
 SIZE_BYTES = 8 << 20
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., DiskTier]]:
-    """Opens the tier of one folder, any number of times; earlier ones are closed."""
-    made: list[DiskTier] = []
-
-    def open_tier(size_bytes: int = SIZE_BYTES, **settings: object) -> DiskTier:
-        close_all()
-        made.append(DiskTier(tmp_path / "tier", size_bytes, **settings))  # type: ignore[arg-type]
-        wait_until_recovered(made[-1])
-        return made[-1]
-
-    def close_all() -> None:
-        for each in made:
-            each.close(deadline=time.monotonic() + WAIT_S)
-
-    yield open_tier
-    close_all()
 
 
 def segments_of(folder: Path) -> list[Path]:

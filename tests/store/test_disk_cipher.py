@@ -26,6 +26,7 @@ from penstock.store.disk.format import PAGE_BYTES, DiskCipher, Geometry, load_ci
 from penstock.store.disk.inspect import inspect_folder
 from penstock.store.disk.tier import DiskTier
 from tests.store.segments import Segment
+from tests.store.test_disk_format import flipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,12 +44,6 @@ def sealed(key: bytes = KEY) -> tuple[bytearray, bytes]:
     into = bytearray(len(BLOCK))
     tag = DiskCipher(key).seal(NONCE, BLOCK, ASSOCIATED, into)
     return into, tag
-
-
-def flipped(raw: bytes, bit: int) -> bytes:
-    changed = bytearray(raw)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
 
 
 def test_a_block_opens_again_in_place() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from lab.fixtures.store_tier_suite import LAYOUTS, WAIT_S, StoreRig, wait_until_recovered
+from lab.fixtures.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.disk.format import HEAD, PAGE_BYTES, seal_head
@@ -20,31 +20,12 @@ from penstock.store.disk.tier import DiskTier
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 LAYOUT = LAYOUTS["whole pages"]
 SIZE_BYTES = 8 << 20
 NOBODY = 65534
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., DiskTier]]:
-    """Opens the tier of one folder, any number of times; earlier ones are closed."""
-    made: list[DiskTier] = []
-
-    def open_tier(size_bytes: int = SIZE_BYTES, **settings: object) -> DiskTier:
-        close_all()
-        made.append(DiskTier(tmp_path / "tier", size_bytes, **settings))  # type: ignore[arg-type]
-        wait_until_recovered(made[-1])
-        return made[-1]
-
-    def close_all() -> None:
-        for each in made:
-            each.close(deadline=time.monotonic() + WAIT_S)
-
-    yield open_tier
-    close_all()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o2775, 0o722, 0o702])

@@ -16,7 +16,7 @@ import pytest
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
-from tests.descriptors import open_descriptors
+from tests.descriptors import arena_holders, open_descriptors
 from tests.stopped import stop_process
 from tests.supervisor.conftest import PATIENCE_S
 
@@ -45,18 +45,6 @@ def engine(
             process.kill()
 
 
-def holders(arena: str) -> set[int]:
-    """The processes that have a descriptor or a mapping of an arena."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            links = [os.readlink(link) for link in (folder / "fd").iterdir()]
-            maps = (folder / "maps").read_text()
-            if f"memfd:penstock-{arena} " in f"{maps} {' '.join(links)} ":
-                found.add(int(folder.name))
-    return found
-
-
 @pytest.fixture
 def arena() -> str:
     """A name that no other run has."""
@@ -70,12 +58,12 @@ def test_nothing_outlives_a_killed_engine(line: Line, arena: str, watch: Watch) 
     with engine(line, arena) as (process, pids):
         others = [watch(pid) for pid in pids]
         # The engine, the supervisor, and the two that were handed the arena.
-        assert holders(arena) == {process.pid, *pids}
+        assert arena_holders(arena) == {process.pid, *pids}
 
         process.kill()
 
         assert [other.ended() for other in others] == [True, True, True]
-    assert holders(arena) == set()
+    assert arena_holders(arena) == set()
     assert not [entry for entry in os.listdir("/dev/shm") if arena in entry]
 
 

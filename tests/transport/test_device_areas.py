@@ -26,34 +26,14 @@ from penstock.transport.shared_memory import (
 )
 from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
+from tests.transport.test_shared_memory import SCRIBBLER, let_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.testing.writer_process import PeerProcess
     from penstock.transport.shared_memory import SharedArea, SharedLink
 
 SIZE = 1 << 20
-
-# The worst of writers: it maps the memory, and writes to all of it without end, whatever
-# anybody says.
-SCRIBBLER = """
-import mmap, socket, sys
-import numpy as np
-from penstock.transport.shared_memory import call, decode_description
-from penstock.transport.waiting import wait_readable
-
-description = decode_description(bytes.fromhex(sys.argv[1]))
-connection = call(description)
-wait_readable(connection.fileno(), 1e18)
-_, fds, _, _ = socket.recv_fds(connection, 1, 1)
-memory = np.frombuffer(mmap.mmap(fds[0], description.size), dtype=np.uint8)
-print("writing", flush=True)
-value = 0
-while True:
-    memory[:] = value
-    value = (value + 1) % 64
-"""
 
 
 @pytest.fixture(name="device")
@@ -76,13 +56,6 @@ def own_link(target: SharedTarget, area: SharedArea, device: FileDevice | None) 
         link.observe(budget_bytes=0)
     assert link.connected
     return link
-
-
-def let_in(target: SharedTarget, peer: PeerProcess) -> None:
-    assert wait_readable(target.descriptor, time.monotonic() + 60)
-    while not any(area.connection for area in target.open_areas):
-        target.notices()
-    assert peer.hear() == "writing"
 
 
 def send(link: SharedLink, value: int) -> list[object]:
