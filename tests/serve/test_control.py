@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Output, Reason, Request
-from penstock_serve.engine.sampling_options import Sampled
+from penstock_serve.engine.requests import Output, Request
 from penstock_serve.server.control import (
     Control,
     DrainRequest,
@@ -88,9 +87,7 @@ def test_a_drained_pause_lets_requests_finish_and_refuses_new_ones() -> None:
         assert refused.value.kind == "paused"
         assert ms.Pause not in await scene.orders()
         for instance in scene.instances:
-            instance.say(
-                Output(request="first", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
-            )
+            instance.end("first")
 
         assert await scene.orders() == [ms.Pause, ms.Pause]
         result = await pausing
@@ -169,7 +166,7 @@ def test_a_request_of_a_lost_instance_is_retried_while_others_drain() -> None:
         busy.channel.fail("killed")
         await settled()
 
-        other.say(Output(request="first", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        other.end("first")
 
         assert len(await first) == 1
         await scene.orders()
@@ -190,9 +187,7 @@ def test_requests_wait_for_the_end_of_a_pause_where_that_is_configured() -> None
         told = await scene.orders()
         assert sorted(each.__name__ for each in told) == ["Request", "Resume", "Resume"]
         for instance in scene.instances:
-            instance.say(
-                Output(request="waiting", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
-            )
+            instance.end("waiting")
         assert len(await waiting) == 1
 
     played(play, RequestGate(waits=True))
@@ -254,9 +249,7 @@ def test_weights_are_checked_by_all_and_then_loaded_by_all_between_requests() ->
         with pytest.raises(RequestRefusal, match="the server is loading weights"):
             await scene.begin("second")
         for instance in scene.instances:
-            instance.say(
-                Output(request="first", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
-            )
+            instance.end("first")
 
         told = await scene.all_orders(loading)
 
@@ -384,7 +377,7 @@ def test_an_instance_that_is_lost_before_it_loads_is_named_and_loads_when_it_is_
         scene.instances[1].channel.fail("killed")
         await settled()
         for instance in scene.instances[:1]:
-            instance.say(Output(request="r", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+            instance.end("r")
         await scene.all_orders(loading)
         await asyncio.gather(request, return_exceptions=True)
 

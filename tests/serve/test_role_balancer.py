@@ -21,8 +21,8 @@ from penstock_serve.server.control import Control, DrainRequest, RoleRequest
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.role_balancer import RoleBalancer
 from penstock_serve.server.router import ServerState
-from tests.serve.test_router import CONFIG, settled
-from tests.serve.test_router_pairs import given_up, instance_of, played, sent
+from tests.serve.test_router import CONFIG, given_up, sent, settled
+from tests.serve.test_router_pairs import instance_of, played
 
 if TYPE_CHECKING:
     from penstock_serve.server.router import Router
@@ -157,9 +157,7 @@ def test_no_role_changes_while_requests_of_an_old_role_are_under_way() -> None:
         for name in ("a", "b", "c"):
             for each in world.instances:
                 if name in each.link.requests:
-                    each.say(
-                        Output(request=name, answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP)
-                    )
+                    each.end(name, 7)
         await asyncio.gather(*tasks)
         await world.look(60)
         assert world.balancer.report()["last_change"]["outcome"] == "done"

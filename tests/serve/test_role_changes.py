@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from penstock_serve.engine import messages as ms
-from penstock_serve.engine.requests import Output, Reason
-from penstock_serve.engine.sampling_options import Sampled
+from penstock_serve.engine.requests import Reason
 from penstock_serve.server.control import (
     Control,
     DrainRequest,
@@ -21,8 +20,8 @@ from penstock_serve.server.control import (
 )
 from penstock_serve.server.fields import BadRequest
 from penstock_serve.server.instance_link import InstanceLost
-from tests.serve.test_router import settled
-from tests.serve.test_router_pairs import asked, given_up, instance_of, played, sent
+from tests.serve.test_router import given_up, sent, settled
+from tests.serve.test_router_pairs import asked, instance_of, played
 
 if TYPE_CHECKING:
     from penstock_serve.server.router import Router
@@ -50,10 +49,10 @@ def test_new_requests_follow_the_new_role_and_old_ones_end() -> None:
         assert asked(two) == ["c", "d"]
         assert {each.split("/")[0] for each in asked(prefill)} <= {"a", "b", "c", "d"}
         assert not change.done()
-        one.say(Output(request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+        one.end("a", 7, reason=Reason.LENGTH)
         await task
         for said in ("c/1", "d/1"):
-            one.say(Output(request=said, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+            one.end(said, 7, reason=Reason.LENGTH)
         assert await change == {
             "instance": "decode-0",
             "role": "prefill",
@@ -232,7 +231,7 @@ def test_a_change_that_is_repeated_waits_for_what_began_in_the_old_role_alone() 
 
         assert (await control.change_role(wish))["unfinished"] == 1
 
-        one.say(Output(request="a", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+        one.end("a", 7, reason=Reason.LENGTH)
         await settled()
         assert (await control.change_role(wish))["unfinished"] == 0
         assert one.link.requests

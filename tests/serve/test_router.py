@@ -54,6 +54,13 @@ class Instance:
         for message in messages:
             self.channel.send(ms.encode(message))
 
+    def end(
+        self, request: str, token: int = 1, *, answer: int = 0, reason: Reason = Reason.STOP
+    ) -> None:
+        """Says the last token of an answer."""
+        sampled = Sampled(token, 0.0)
+        self.say(Output(request=request, answer=answer, sampled=sampled, reason=reason))
+
     def keep(self, token_count: int, *, salt: str = "") -> None:
         chain = replace(parse_config(CONFIG), salt=salt).key_chain()
         chain.extend(PROMPT[:token_count])
@@ -106,16 +113,30 @@ async def answered(router: Router, request: Request) -> list[Output]:
     return [progress async for progress in router.generate(request)]
 
 
+async def sent(router: Router, *names: str) -> list[asyncio.Task[list[Output]]]:
+    """Requests that have reached their instances, one after the other."""
+    tasks = []
+    for name in names:
+        tasks.append(asyncio.create_task(answered(router, submit(name))))
+        await settled()
+    return tasks
+
+
+async def given_up(tasks: list[asyncio.Task[list[Output]]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_a_request_goes_where_its_prefix_lies() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         two.keep(16)
         await settled()
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
 
         assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
-        two.say(Output(request="r", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        two.end("r")
         assert tokens_of(await task) == [1]
 
     played(play)
@@ -129,12 +150,11 @@ def test_a_router_with_the_same_secret_salt_finds_prefixes(tmp_path: Path) -> No
     async def play(router: Router, one: Instance, two: Instance) -> None:
         two.keep(16, salt=f"file:{places[1]}")
         await settled()
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
 
         assert [type(said) for said in two.received()] == [Request]
         assert one.received() == []
-        two.say(Output(request="r", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+        two.end("r")
         await task
 
     played(play, salt=f"file:{places[0]}")
@@ -148,11 +168,10 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
         went: list[str] = []
         for number in range(4):
             name = f"r{number}"
-            task = asyncio.create_task(answered(router, submit(name)))
-            await settled()
+            [task] = await sent(router, name)
             [chosen] = [each for each in (one, two) if each.received()]
             went.append("one" if chosen is one else "two")
-            chosen.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+            chosen.end(name)
             await task
 
         assert went == ["one", "two", "one", "two"]
@@ -169,7 +188,7 @@ def test_requests_with_one_cache_key_go_to_one_instance() -> None:
             await settled()
             [chosen] = [each for each in (one, two) if each.received()]
             went.append("one" if chosen is one else "two")
-            chosen.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+            chosen.end(name)
             await task
 
         assert went == ["one", "one", "two", "one", "one"]
@@ -181,20 +200,16 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
     async def play(router: Router, one: Instance, two: Instance) -> None:
         one.keep(40)
         await settled()
-        first = asyncio.create_task(answered(router, submit("first")))
-        await settled()
+        [first] = await sent(router, "first")
         one.say(ms.Leaving())
         await settled()
-        second = asyncio.create_task(answered(router, submit("second")))
-        await settled()
+        [second] = await sent(router, "second")
 
         assert [said.id for said in one.received()] == ["first"]
         assert [said.id for said in two.received()] == ["second"]
         assert router.answering == [two.link]
         for instance, name in ((one, "first"), (two, "second")):
-            instance.say(
-                Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP)
-            )
+            instance.end(name)
         assert len(await first) == len(await second) == 1
 
     played(play)
@@ -228,9 +243,7 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
         await settled()
 
         assert (len(two.received()), len(one.received())) == (0, 1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await given_up(tasks)
         assert ms.Abort(id="r9") in one.received()
 
     played(play)
@@ -250,16 +263,14 @@ def test_a_prompt_follows_one_that_is_being_computed_until_that_has_ended() -> N
 
         # It did not say that it kept anything.
         for name in ("a", "b"):
-            one.say(Output(request=name, answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
-        two.say(Output(request="other", answer=0, sampled=Sampled(1, 0.0), reason=Reason.STOP))
+            one.end(name)
+        two.end("other")
         await asyncio.gather(*tasks)
         two.keep(8)
         await settled()
-        task = asyncio.create_task(answered(router, submit("c")))
-        await settled()
+        [task] = await sent(router, "c")
         assert [said.id for said in two.received()] == ["c"]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await given_up([task])
 
     played(play)
 
@@ -285,9 +296,7 @@ def test_an_instance_with_a_long_prompt_to_compute_goes_after_one_that_decodes()
         tasks.append(asyncio.create_task(answered(router, fourth)))
         await settled()
         assert [said.id for said in one.received()] == ["fourth"]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await given_up(tasks)
 
     played(play)
 
@@ -297,14 +306,13 @@ def test_a_lost_instance_is_replaced_before_the_first_token_and_not_after_it() -
         one.keep(40)
         await settled()
         early = asyncio.create_task(answered(router, submit("early")))
-        late = asyncio.create_task(answered(router, submit("late")))
-        await settled()
+        [late] = await sent(router, "late")
         one.say(Output(request="late", answer=0, sampled=Sampled(1, 0.0)))
         await settled()
 
         one.channel.fail("killed")
         await settled()
-        two.say(Output(request="early", answer=0, sampled=Sampled(2, 0.0), reason=Reason.LENGTH))
+        two.end("early", 2, reason=Reason.LENGTH)
 
         assert tokens_of(await early) == [2]
         assert router.retries == 1
@@ -318,8 +326,7 @@ def test_a_refusal_is_reported_and_not_retried() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         one.keep(40)
         await settled()
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
         one.received()
         one.say(ms.SubmitRefused(id="r", kind="busy", problem="full"))
 
@@ -370,12 +377,10 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
 
         reset = ms.ResetCache(number=1, why="so", weights_version="w2")
         assert one.received() == two.received() == [reset]
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
         # What was kept under the old weights attracts nobody: the first one is as good.
         assert [type(said) for said in one.received()] == [Request]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await given_up([task])
 
     played(play)
 
@@ -426,8 +431,7 @@ def test_an_instance_that_comes_back_with_old_weights_gets_the_new_version() -> 
         await settled()
 
         reported = again.received()
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
 
         assert [
             said.weights_version for said in one.received() if isinstance(said, ms.ResetCache)
@@ -438,8 +442,7 @@ def test_an_instance_that_comes_back_with_old_weights_gets_the_new_version() -> 
         assert [said.weights_version for said in reported] == ["w2"]
         # What it has kept under the old weights attracts nobody.
         assert again.received() == []
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await given_up([task])
         again.link.close()
 
     played(play)

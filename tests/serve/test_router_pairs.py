@@ -15,7 +15,17 @@ from penstock_serve.engine.sampling_options import Sampled
 from penstock_serve.engine.spec import EngineSpec
 from penstock_serve.server.instance_link import InstanceLost
 from penstock_serve.server.router import Router
-from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit, tokens_of
+from tests.serve.test_router import (
+    CONFIG,
+    PROMPT,
+    Instance,
+    answered,
+    given_up,
+    sent,
+    settled,
+    submit,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -61,21 +71,6 @@ def played(
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-async def sent(router: Router, *names: str) -> list[asyncio.Task[list[Output]]]:
-    """Requests that have reached their instances, one after the other."""
-    tasks = []
-    for name in names:
-        tasks.append(asyncio.create_task(answered(router, submit(name))))
-        await settled()
-    return tasks
-
-
-async def given_up(tasks: list[asyncio.Task[list[Output]]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def asked(instance: Instance) -> list[str]:
     """Requests that an instance has been sent since it was last looked at."""
     return [said.id for said in instance.received() if isinstance(said, Request)]
@@ -94,13 +89,9 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
         assert (here.prefill, here.decode) == ("prefill-0", "decode-0")
         assert (there.prompt, there.max_tokens, there.answers) == (PROMPT, 1, 1)
         assert (here.id, here.max_tokens, here.answers) == ("r", 4, 2)
-        prefill.say(
-            Output(request=there.id, answer=0, sampled=Sampled(1, 0.0), reason=Reason.LENGTH)
-        )
+        prefill.end(there.id, reason=Reason.LENGTH)
         for answer in (0, 1):
-            decode.say(
-                Output(request="r", answer=answer, sampled=Sampled(7, 0.0), reason=Reason.LENGTH)
-            )
+            decode.end("r", 7, answer=answer, reason=Reason.LENGTH)
 
         assert tokens_of(await task) == [7, 7]
         assert decode.received() == []
@@ -112,18 +103,15 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
 
 def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
         [_, there], _ = prefill.received(), decode.received()
 
         decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), handed=True))
-        decode.say(Output(request="r", answer=0, sampled=Sampled(8, 0.0), reason=Reason.LENGTH))
+        decode.end("r", 8, reason=Reason.LENGTH)
         await task
         await settled()
         assert prefill.received() == []
-        prefill.say(
-            Output(request=there.id, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH)
-        )
+        prefill.end(there.id, 7, reason=Reason.LENGTH)
         await settled()
 
         assert (prefill.received(), decode.received()) == ([], [])
@@ -135,8 +123,7 @@ def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
 @pytest.mark.parametrize("fate", ["refuses", "gives up", "dies"])
 def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: str) -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
         [_, there], _ = prefill.received(), decode.received()
 
         if fate == "refuses":
@@ -151,7 +138,7 @@ def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: 
         closed = ms.ClosePair(prefill="prefill-0", decode="decode-0", lost=True)
         gone = [closed] if died else []
         assert decode.received() == [ms.ComputeLocally(id="r", lost=died), *gone]
-        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
+        decode.end("r", 7)
         assert tokens_of(await task) == [7]
 
     played(play)
@@ -161,11 +148,10 @@ def test_without_a_prefill_instance_nothing_is_handed_over() -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
         prefill.channel.fail("killed")
         await settled()
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
 
         assert decode.received() == [submit("r")]
-        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
+        decode.end("r", 7)
         assert tokens_of(await task) == [7]
 
     played(play)
@@ -185,12 +171,10 @@ def test_without_a_decode_instance_nobody_answers() -> None:
 
 def test_a_client_that_goes_away_takes_its_request_along_on_both() -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
-        task = asyncio.create_task(answered(router, submit("r")))
-        await settled()
+        [task] = await sent(router, "r")
         [_, there], _ = prefill.received(), decode.received()
 
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await given_up([task])
         await settled()
 
         assert ms.Abort(id="r") in decode.received()
@@ -425,7 +409,7 @@ def test_a_prefill_instance_that_fails_gets_less_to_do_for_a_while() -> None:
         [task] = await sent(router, "r")
         one.say(ms.SubmitRefused(id="r/1", kind="busy", problem="full"))
         await settled()
-        decode.say(Output(request="r", answer=0, sampled=Sampled(7, 0.0), reason=Reason.STOP))
+        decode.end("r", 7)
         await task
         assert (asked(one), asked(two), asked(decode)) == (["r/1"], ["r/2"], ["r"])
 
@@ -460,7 +444,7 @@ def change_settings(router: Router, settings: RoutingTable) -> None:
 async def finished(router: Router, decode: Instance, name: str) -> None:
     """A request that a decode instance answers at once."""
     [task] = await sent(router, name)
-    decode.say(Output(request=name, answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+    decode.end(name, 7, reason=Reason.LENGTH)
     await task
     await settled()
 
@@ -514,7 +498,7 @@ def test_the_least_recently_used_pair_makes_room_for_another_one() -> None:
 def test_a_pair_is_in_use_until_the_kv_has_arrived() -> None:
     async def play(router: Router, one: Instance, two: Instance, decode: Instance) -> None:
         first = await sent(router, "a")
-        one.say(Output(request="a/1", answer=0, sampled=Sampled(7, 0.0), reason=Reason.LENGTH))
+        one.end("a/1", 7, reason=Reason.LENGTH)
         await settled()
 
         then = await sent(router, "b")
