@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +42,21 @@ class Step:
     def end(self) -> Any:
         self.worker.after_forward(self.reported)
         return self.worker.take_received()
+
+    def run(self) -> Any:
+        """The whole step."""
+        self.begin()
+        self.layers()
+        return self.end()
+
+
+class Joined(NamedTuple):
+    """A request that has joined a step."""
+
+    request: Any
+    row: list[int]
+    matched: int
+    step: Step
 
 
 class Asynchronous:
@@ -110,6 +125,12 @@ class Layered:
         if external:
             self.scheduler.start_load(request, [row], external)
         return row
+
+    def join(self, request: Any, first_block: int = 20) -> Joined:
+        """The request's next step computes on blocks that are loaded for it."""
+        matched, _ = self.ask(request)
+        row = self.place(request, first_block, matched)
+        return Joined(request, row, matched, self.step({request.request_id: 2}))
 
     def compute(self, request: Any, first: int = 0) -> None:
         """What stands for KV, from a block on: the tokens, in each layer."""
@@ -196,10 +217,7 @@ def test_a_step_on_loads_has_a_last_block_to_compute(engine: Layered) -> None:
 
 
 def test_the_first_layer_that_needs_blocks_has_them(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    again, row, _, step = engine.join(FakeRequest("again", PROMPT))
 
     waits = step.begin()
     before = engine.lies_at(again, row[:FULL])
@@ -212,10 +230,7 @@ def test_the_first_layer_that_needs_blocks_has_them(engine: Layered) -> None:
 
 
 def test_without_layers_to_wait_at_all_is_there_before_the_step(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    again, row, _, step = engine.join(FakeRequest("again", PROMPT))
 
     waits = step.begin(by_layer=False)
     there = engine.lies_at(again, row[:FULL])
@@ -227,14 +242,9 @@ def test_without_layers_to_wait_at_all_is_there_before_the_step(engine: Layered)
 
 
 def test_vllm_gets_no_report_of_a_request_it_does_not_wait_for(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    _, _, matched, step = engine.join(FakeRequest("again", PROMPT))
 
-    step.begin()
-    step.layers()
-    received = step.end()
+    received = step.run()
     counted = engine.receive()
 
     assert (received.requests, received.failed, received.invalid_blocks) == (set(), set(), set())
@@ -253,15 +263,10 @@ def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(engine: Layered)
 
 
 def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    again, row, _, step = engine.join(FakeRequest("again", PROMPT))
     engine.damage(step, 3)
 
-    step.begin()
-    step.layers()
-    received = step.end()
+    received = step.run()
     counted = engine.receive()
 
     assert received.invalid_blocks == {row[3]}
@@ -342,10 +347,7 @@ def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody() -> None:
 
 
 def test_a_step_whose_layers_did_not_wait_counts_for_nothing(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    _, row, _, step = engine.join(FakeRequest("again", PROMPT))
 
     step.begin()
     for name in [*NAMES][:-1]:
@@ -356,11 +358,9 @@ def test_a_step_whose_layers_did_not_wait_counts_for_nothing(engine: Layered) ->
 
 
 def test_a_step_that_nobody_announced_counts_for_nothing(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
+    _, row, _, step = engine.join(FakeRequest("again", PROMPT))
 
-    received = engine.step({"again": 2}).end()
+    received = step.end()
 
     assert received.invalid_blocks == set(row[:FULL])
 
@@ -368,14 +368,9 @@ def test_a_step_that_nobody_announced_counts_for_nothing(engine: Layered) -> Non
 def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more() -> None:
     engine = Layered(wait_s=0.0)
     engine.keep(FakeRequest("first", PROMPT))
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    row = engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    again, row, _, step = engine.join(FakeRequest("again", PROMPT))
 
-    step.begin()
-    step.layers()
-    received = step.end()
+    received = step.run()
     counted = engine.receive()
     engine.step({}).end()
 
@@ -388,14 +383,9 @@ def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more() -> None:
 
 
 def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    matched, _ = engine.ask(again)
-    engine.place(again, 20, matched)
-    step = engine.step({"again": 2})
+    _, _, matched, step = engine.join(FakeRequest("again", PROMPT))
 
-    step.begin()
-    step.layers()
-    step.end()
+    step.run()
     engine.scheduler.finish_request("again")
     counted = engine.receive()
 
@@ -413,9 +403,7 @@ def test_two_requests_on_one_prefix_load_it_each_for_itself(engine: Layered) -> 
     step = engine.step({"one": 2, "two": 2})
     engine.damage(step, 2)
 
-    step.begin()
-    step.layers()
-    received = step.end()
+    received = step.run()
 
     assert received.invalid_blocks == {rows[0][2], rows[1][2]}
     assert [name for name, _, _ in engine.withheld] == ["one", "two"]
@@ -473,12 +461,8 @@ def test_a_step_waits_for_no_more_than_steps_copy_anyway(engine: Layered) -> Non
 
 
 def test_a_step_after_that_is_a_step_like_any_other(engine: Layered) -> None:
-    again = FakeRequest("again", PROMPT)
-    engine.place(again, 20, engine.ask(again)[0])
-    step = engine.step({"again": 2})
-    step.begin()
-    step.layers()
-    step.end()
+    _, _, _, step = engine.join(FakeRequest("again", PROMPT))
+    step.run()
     engine.receive()
 
     step = engine.step({"again": 1})
@@ -520,9 +504,7 @@ def test_no_step_is_planned_on_loads_that_were_not_verified(
     engine.step({"first": 1})
     meanwhile = [*ahead.told]
 
-    step.begin()
-    step.layers()
-    step.end()
+    step.run()
     engine.receive()
 
     assert meanwhile == [("hold", "again")]
@@ -548,9 +530,7 @@ def test_a_request_goes_on_when_its_step_has_ended_not_when_its_load_was_given_u
 
     engine.receive()
     meanwhile = [*ahead.told]
-    step.begin()
-    step.layers()
-    step.end()
+    step.run()
     engine.receive()
 
     assert meanwhile == [("hold", "again")]
@@ -563,9 +543,7 @@ def test_what_a_step_gives_for_a_request_that_lost_its_blocks_meanwhile_is_not_u
     engine, step = planned
     engine.step({"first": 1}, preempted=("again",))
 
-    step.begin()
-    step.layers()
-    step.end()
+    step.run()
     engine.receive()
 
     assert ahead.told == [("hold", "again"), ("discard", "again")]
@@ -581,14 +559,10 @@ def test_a_request_that_starts_over_at_once_waits_for_its_new_step(
     engine.place(again, 30, engine.ask(again)[0])
     next_step = engine.step({"again": 2}, preempted=("again",))
 
-    step.begin()
-    step.layers()
-    step.end()
+    step.run()
     engine.receive()
     meanwhile = [*ahead.told]
-    next_step.begin()
-    next_step.layers()
-    next_step.end()
+    next_step.run()
     engine.receive()
 
     assert meanwhile == [("hold", "again"), ("hold", "again")]
@@ -603,9 +577,7 @@ def test_blocks_of_an_aborted_request_are_nobody_elses_before_its_step_has_ended
     meanwhile = engine.pins.count
     engine.damage(step, 3)
 
-    step.begin()
-    step.layers()
-    invalid = step.end().invalid_blocks
+    invalid = step.run().invalid_blocks
     engine.receive()
 
     assert meanwhile == FULL + 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.explore import FindingKind
+from lab.tests.explore.looking import in_turn, problem_of, require_nothing_found
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Budget
 from lab.worlds.scene import GPU_MEMORY
@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import Take
 
 ONE = Small(name="one", prefill_count=1, decode_count=1, transport=GPU_MEMORY)
-IN_TURN = replace(
-    ONE,
-    name="in turn",
-    request_count=2,
-    berth_count=1,
-    budget=Budget(crash=1),
-    crashing=("P",),
-    suspicious=False,
-)
-"""A berth that a later claim uses."""
+IN_TURN = in_turn(ONE)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +32,7 @@ IN_TURN = replace(
     ids=lambda world: world.name,
 )
 def test_late_writes_break_no_promise(world: Small) -> None:
-    result = world.look()
-
-    assert result.finding is None
-    assert result.exhausted
-    assert result.finished_count > 0
+    require_nothing_found(world)
 
 
 def test_a_late_write_that_no_sum_finds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,18 +48,13 @@ def test_a_late_write_that_no_sum_finds_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(DecodeRankActor, "_finish", believe)
 
-    finding = IN_TURN.look().finding
-
-    assert finding is not None
-    assert finding.kind is FindingKind.VIOLATION
-    assert finding.problem.startswith("content: ")
+    assert problem_of(IN_TURN).startswith("content: ")
 
 
 def test_memory_that_something_else_gets_is_found() -> None:
     """As an area of arenas would be, with a fence that keeps nothing out."""
     transport = replace(GPU_MEMORY, own_memory=False)
 
-    finding = replace(ONE, budget=Budget(suspect=1), transport=transport).look().finding
+    problem = problem_of(replace(ONE, budget=Budget(suspect=1), transport=transport))
 
-    assert finding is not None
-    assert finding.problem.endswith("writes into area 1, given back")
+    assert problem.endswith("writes into area 1, given back")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.explore import FindingKind, explore
+from lab.explore import explore
+from lab.tests.explore.looking import problem_of, require_nothing_found
 from lab.worlds.faults import Budget
 from lab.worlds.worlds import Small
 from penstock.handoff.protocol.decode_rank import DecodeRank
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 
 def small(name: str, **parameters: object) -> Small:
     return Small(**({"name": name, "prefill_count": 1, "decode_count": 1} | parameters))  # type: ignore[arg-type]
-
-
-def problem_of(world: Small) -> str:
-    finding = world.look().finding
-    assert finding is not None
-    assert finding.kind is FindingKind.VIOLATION
-    return finding.problem
 
 
 QUICK = [
@@ -73,11 +67,7 @@ PREFILL_SCHEDULER_DIES = small(
     ids=lambda world: world.name,
 )
 def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> None:
-    result = world.look()
-
-    assert result.finding is None
-    assert result.exhausted
-    assert result.finished_count > 0
+    require_nothing_found(world)
 
 
 @pytest.mark.parametrize(

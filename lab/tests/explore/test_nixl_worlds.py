@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.explore import FindingKind
+from lab.tests.explore.looking import in_turn, problem_of, require_nothing_found
 from lab.worlds import actions as do
 from lab.worlds import moves
 from lab.worlds.faults import Budget
@@ -24,27 +24,12 @@ if TYPE_CHECKING:
     from lab.worlds.scene import Transport
 
 ONE = Small(name="one", prefill_count=1, decode_count=1, transport=NIXL)
-IN_TURN = replace(
-    ONE,
-    name="in turn",
-    request_count=2,
-    berth_count=1,
-    budget=Budget(crash=1),
-    crashing=("P",),
-    suspicious=False,
-)
+IN_TURN = in_turn(ONE)
 
 RELEASED_HANDLES = replace(NIXL, name="released handles", waits_for_posted=True, ends_writes=False)
 """The fence of an area is that its writer has released the handles of its writes."""
 DEREGISTERED = replace(NIXL, name="deregistered memory", ends_writes=False)
 """The fence of an area is that the target has deregistered it, or removed the writer's agent."""
-
-
-def problem_of(world: Small) -> str:
-    finding = world.look().finding
-    assert finding is not None
-    assert finding.kind is FindingKind.VIOLATION
-    return finding.problem
 
 
 @pytest.mark.parametrize(
@@ -70,11 +55,7 @@ def problem_of(world: Small) -> str:
     ids=lambda world: world.name,
 )
 def test_where_the_agent_is_destroyed_nothing_is_found(world: Small) -> None:
-    result = world.look()
-
-    assert result.finding is None
-    assert result.exhausted
-    assert result.finished_count > 0
+    require_nothing_found(world)
 
 
 @pytest.mark.parametrize(

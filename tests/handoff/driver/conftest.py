@@ -206,6 +206,16 @@ class World:
             for layer in layers:
                 rank.progress(request, layer=layer, tokens=tokens.stop)
 
+    def hand_over(self, request: str, token_count: int, layers: range = range(LAYERS)) -> list[int]:
+        """Has some layers of a request handed over, all if not said; returns its slots there."""
+        there, here = self.submit(request, token_count)
+        self.settle()
+        self.compute(request, there, range(token_count), layers)
+        if layers.stop == LAYERS:
+            self.prefill.first_token(request, (1,))
+        self.settle()
+        return here
+
     def is_right(self, request: str, slots: list[int], tokens: range) -> bool:
         return all(self.pools[n].holds(request, slots, tokens) for n in self.taking)
 

@@ -189,19 +189,12 @@ def test_a_party_with_nothing_to_do_is_to_be_called_in_time_to_ask_silent_peers(
 
 
 def test_a_source_that_starts_again_costs_its_handoffs_and_no_memory(world: World) -> None:
-    there, _ = world.submit("a", 16)
-    world.settle()
-    world.compute("a", there, range(16), range(1))
-    world.settle()
+    world.hand_over("a", 16, layers=range(1))
 
     world.sending["prefill/0"].close()
     world.sending["prefill/0"] = world.start_source("prefill/0")
     world.settle()
-    there, here = world.submit("b", 16)
-    world.settle()
-    world.compute("b", there, range(16))
-    world.prefill.first_token("b", (1,))
-    world.settle()
+    here = world.hand_over("b", 16)
 
     assert world.outcomes("decode") == {"a": "failed_over", "b": "delivered"}
     assert world.is_right("b", here, range(16))
@@ -209,19 +202,12 @@ def test_a_source_that_starts_again_costs_its_handoffs_and_no_memory(world: Worl
 
 
 def test_a_silent_source_retires_its_area_until_its_link_is_closed(world: World) -> None:
-    there, _ = world.submit("a", 16)
-    world.settle()
-    world.compute("a", there, range(16), range(1))
-    world.settle()
+    world.hand_over("a", 16, layers=range(1))
 
     world.pass_time(6.0, without=["prefill/1"])
     retired = [target.retired_bytes for target in world.targets.values()]
     world.pass_time(1.0)
-    there, here = world.submit("b", 16)
-    world.settle()
-    world.compute("b", there, range(16))
-    world.prefill.first_token("b", (1,))
-    world.settle()
+    here = world.hand_over("b", 16)
 
     assert any(retired)
     assert world.outcomes("decode")["a"] == "failed_over"
@@ -231,10 +217,7 @@ def test_a_silent_source_retires_its_area_until_its_link_is_closed(world: World)
 
 
 def test_a_decode_rank_that_starts_again_fails_over_and_is_used_again(world: World) -> None:
-    there, _ = world.submit("a", 16)
-    world.settle()
-    world.compute("a", there, range(16), range(1))
-    world.settle()
+    world.hand_over("a", 16, layers=range(1))
 
     world.decode.colleague_died("decode/2")
     world.taking["decode/2"].close()
@@ -242,11 +225,7 @@ def test_a_decode_rank_that_starts_again_fails_over_and_is_used_again(world: Wor
         world.submit("b", 16)
     world.taking["decode/2"] = world.start_target("decode/2")
     world.settle()
-    there, here = world.submit("c", 16)
-    world.settle()
-    world.compute("c", there, range(16))
-    world.prefill.first_token("c", (1,))
-    world.settle()
+    here = world.hand_over("c", 16)
 
     assert world.outcomes("decode") == {"a": "failed_over", "c": "delivered"}
     assert world.is_right("c", here, range(16))
