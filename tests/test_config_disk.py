@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.tiers import build_lower_tiers
 from penstock.tiers.arena import MemoryCalls
 from penstock.vocabulary.layout import Layout
+from tests.test_config import refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +35,6 @@ path = "/var/cache/penstock"
 gib = "2TiB"
 write = "selective"
 """
-
-
-def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as refused:
-        parse_config(text)
-    return str(refused.value)
 
 
 def test_a_disk_below_host_memory_is_a_stored_tier() -> None:

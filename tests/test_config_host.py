@@ -9,6 +9,7 @@ import pytest
 from penstock.config import TierKind, parse_config
 from penstock.config.values import UNSIZED_BLOCKS
 from penstock.errors import ConfigError
+from tests.test_config import refusal
 
 HEAD = 'version = 1\nmodel.name = "m"\n'
 HOST = """
@@ -17,12 +18,6 @@ name = "host"
 kind = "host"
 blocks = 400
 """
-
-
-def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(text)
-    return str(caught.value)
 
 
 def test_a_host_tier_has_the_defaults_of_its_kind() -> None:

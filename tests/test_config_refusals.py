@@ -10,6 +10,7 @@ import pytest
 from penstock.config import load_config, parse_config
 from penstock.config.values import EngineTable
 from penstock.errors import ConfigError
+from tests.test_config import refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,12 +24,6 @@ DEVICE = """
 [cache]
 blocks = 100
 """
-
-
-def refusal(text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(text)
-    return str(caught.value)
 
 
 def test_all_that_is_wrong_with_a_file_is_listed_at_once() -> None:

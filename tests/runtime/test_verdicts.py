@@ -11,20 +11,15 @@ from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
 from penstock.runtime.cache import Verdict
 from tests.runtime.conftest import make_engine
+from tests.runtime.test_engine_steps import PROMPT, swapped_out
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine
 
-PROMPT = list(range(13))
-
 
 @pytest.fixture
 def engine() -> Engine:
-    """An engine that has the prompt below its device alone."""
-    engine = make_engine(blocks=4)
-    engine.turn(PROMPT)
-    engine.turn([*range(100, 113)])
-    return engine
+    return swapped_out()
 
 
 def test_what_was_computed_is_held_until_its_loads_are_verified(engine: Engine) -> None:

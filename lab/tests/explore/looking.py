@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lab.explore import FindingKind
 from lab.worlds.faults import Budget
-from lab.worlds.worlds import Small
+
+if TYPE_CHECKING:
+    from lab.worlds.worlds import Small
 
 
 def in_turn(one: Small) -> Small:

@@ -9,11 +9,11 @@ import pytest
 
 from lab.explore import explore
 from lab.tests.explore.looking import problem_of, require_nothing_found
+from lab.tests.sim.test_handoff_bugs import plant_no_fence
 from lab.worlds.faults import Budget
 from lab.worlds.worlds import Small
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import Claimed, DecodeScheduler
-from penstock.handoff.protocol.effects import Fence
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.handoff.protocol.states import ReportStatus
 
@@ -141,16 +141,7 @@ def test_without_the_count_of_ranks_the_explorer_finds_a_partial_delivery(
 def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
     fault: str, monkeypatch: pytest.MonkeyPatch, *, bulk: bool
 ) -> None:
-    retire: Callable[[DecodeRank, str], None] = DecodeRank._retire
-
-    def retire_and_free(landing: DecodeRank, name: str) -> None:
-        retire(landing, name)
-        landing.effects = [each for each in landing.effects if not isinstance(each, Fence)]
-        for peer, generation in [*landing.retired]:
-            landing.retired[peer, generation] = True
-            landing._free_if_unused(peer, generation)
-
-    monkeypatch.setattr(DecodeRank, "_retire", retire_and_free)
+    plant_no_fence(monkeypatch)
 
     problem = problem_of(small("fence", budget=Budget(**{fault: 1}), bulk=bulk))
 
