@@ -50,6 +50,10 @@ kind = "host"
 gib = 8
 """
 REDIS = CONFIG + '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://cache:6380"\n'
+PEERS = CONFIG + (
+    '[[tiers]]\nname = "shared"\nkind = "peers"\nlisten = "127.0.0.1:5300"\n'
+    'peers = "redis://cache:6380"\n'
+)
 CLUSTER = CONFIG + (
     '[[tiers]]\nname = "shared"\nkind = "redis"\nurl = "redis://a,b:7000"\ncluster = true\n'
 )
@@ -412,6 +416,7 @@ def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) ->
         (f"{CONFIG}[serve]\n", {}, "torch, gguf", "engine"),
         (f"{CONFIG}[serve]\n", {"torch": "2", "gguf": "1"}, "", ""),
         (REDIS, {}, "redis", "redis"),
+        (PEERS, {}, "redis", "redis"),
         (f'{REDIS}compression = "zstd"\n', {"redis": "8"}, "zstandard", "compression"),
         (MOONCAKE, {}, "mooncake-transfer-engine", "mooncake"),
         (MOONCAKE, {"mooncake-transfer-engine-non-cuda": "0.3.13"}, "", ""),
@@ -443,6 +448,7 @@ def test_what_a_configuration_asks_for_must_be_installed(
     [
         (REDIS, set(), "ok", "cache:6380: somebody listens"),
         (REDIS, {"cache"}, "problem", "cache:6380: no answer"),
+        (PEERS, {"cache"}, "warning", "cache:6380: no answer"),
         (CLUSTER, {"a"}, "warning", "a:6379: no answer; b:7000: somebody listens"),
         (CLUSTER, {"a", "b"}, "problem", "a:6379: no answer; b:7000: no answer"),
         (MOONCAKE, {"cache"}, "problem", "cache:50051: no answer"),

@@ -18,26 +18,28 @@ from tests.serve.test_shared_store import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.store.redis_server import RedisServer
+
 TEXT = "What one server has computed, the other one finds in its memory. " * 3
 SOON_S = 240.0
 
 
-def peer_options(folder: Path) -> list[tuple[str, str]]:
-    """Those of two servers."""
+def peer_options(folder: Path, peers: str = "") -> list[tuple[str, str]]:
+    """Those of two servers, which list each other unless they find each other otherwise."""
     places = [f"unix:{folder}/{number}" for number in range(2)]
     options = []
     for number, place in enumerate(places):
         text = shared_config("").replace('kind = "redis"\nurl = ""', 'kind = "peers"')
         file = folder / f"{number}.toml"
-        file.write_text(f'{text}listen = "{place}"\npeers = "{",".join(places)}"\n')
+        file.write_text(f'{text}listen = "{place}"\npeers = "{peers or ",".join(places)}"\n')
         options.append(("--config", str(file)))
     return options
 
 
-def test_a_server_answers_from_the_host_memory_of_another_one(
-    model_folder: Path, tmp_path: Path
+def test_a_server_answers_from_the_host_memory_of_another_one_that_a_redis_names(
+    model_folder: Path, tmp_path: Path, redis: RedisServer
 ) -> None:
-    options = peer_options(tmp_path)
+    options = peer_options(tmp_path, redis.url)
 
     with serving(model_folder, *options[0]) as one, serving(model_folder, *options[1]) as other:
         for each in (one, other):

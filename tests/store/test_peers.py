@@ -22,7 +22,7 @@ from penstock.config.shared_stores import PeerSettings
 from penstock.errors import PeerError, UnavailableError
 from penstock.store.base import DIGEST_BYTES, LentBlocks
 from penstock.store.clients.blobs import NotKeptError
-from penstock.store.peers import near, network
+from penstock.store.peers import discovery, near, network
 from penstock.store.peers.blobs import PeerBlobs
 from penstock.store.peers.messages import (
     FOUND,
@@ -549,7 +549,7 @@ def test_who_was_found_by_name_stays_a_peer_while_names_cannot_be_looked_up(
     def fail(*_: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "a test")
 
-    monkeypatch.setattr(network, "is_name", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(discovery, "is_name", lambda host: host == "127.0.0.1")
     monkeypatch.setattr(network, "RESOLVE_S", 0.01)
     tier = peers.tier(0, peers=f"127.0.0.1:{free_ports(1)[0]}")
     wait_for(lambda: "is away" in str(locked(tier, lambda: tier._network.unaware(SPACE))))

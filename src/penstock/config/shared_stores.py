@@ -578,7 +578,15 @@ class PeerSettings(SharedOptions):
     """`HOST:PORT` where other engines reach this one, or `unix:/PATH`."""
     peers: Text
     """Those of the others, separated by commas; a name stands for all its addresses, so that of a
-    headless Kubernetes service for all pods. This engine may be among them."""
+    headless Kubernetes service for all pods. This engine may be among them. Or
+    `redis://HOST:PORT/DATABASE` (`rediss://…` with TLS): each engine tells this server where it is,
+    and finds the others there."""
+    password_file: Text = ""
+    """File with the password of that Redis."""
+    password_env: Text = ""
+    """Or the environment variable that has it."""
+    ca_file: Text = ""
+    """Who signed its certificate, if not one of the system's authorities."""
     keys_file: Text = ""
     """Keys of the machines, needed off the loopback interface."""
     ports: Text = "0"
@@ -589,17 +597,22 @@ class PeerSettings(SharedOptions):
         port_range(self.ports, key="ports")
         for key, text in (("listen", self.listen), *(("peers", each) for each in self.addresses)):
             self._require_address(key, text)
-        if not self.addresses:
-            raise ConfigError("peers", "is '', must name other engines: HOST:PORT, or unix:/PATH")
+        if self.redis is None:
+            for key in ("password_file", "password_env", "ca_file"):
+                if getattr(self, key):
+                    raise ConfigError(
+                        key, "is given, which has no effect unless peers begins with redis://"
+                    )
+        if self.redis is None and not self.addresses:
+            raise ConfigError(
+                "peers",
+                "is '', must name other engines (HOST:PORT or unix:/PATH), or a Redis where they "
+                "are found",
+            )
 
     def _require_address(self, key: str, text: str) -> None:
-        if text.startswith(UNIX):
-            require_socket(key, text)
-            return
-        found = _NODE.fullmatch(text)
-        if found is None or not found["port"] or not 0 < int(found["port"]) <= PORT_MAX:
-            raise ConfigError(key, f"has {text!r}, must be HOST:PORT or unix:/PATH")
-        if not _is_loopback(found["host"]) and not self.keys_file:
+        host = peer_host(key, text)
+        if not _is_loopback(host) and not self.keys_file:
             raise ConfigError(
                 "keys_file",
                 f"is '' while {key} has {text!r}, which other machines can reach: must be the file "
@@ -608,8 +621,44 @@ class PeerSettings(SharedOptions):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the others, as they are given."""
+        """Of the others, as they are given; none where they are found in a Redis."""
+        if self.peers.startswith(("redis://", "rediss://")):
+            return ()
         return tuple(filter(None, (each.strip() for each in self.peers.split(","))))
+
+    @property
+    def redis(self) -> RedisSettings | None:
+        """Where the others are found, unless they are listed.
+
+        Raises `ConfigError`: `peers` begins as its address, and cannot be one.
+        """
+        if not self.peers.startswith(("redis://", "rediss://")):
+            return None
+        try:
+            return RedisSettings(
+                url=self.peers,
+                password_file=self.password_file,
+                password_env=self.password_env,
+                ca_file=self.ca_file,
+            )
+        except ConfigError as error:
+            field = "peers" if error.field == "url" else error.field
+            raise ConfigError(field, error.problem) from None
+
+
+def peer_host(key: str, text: str) -> str:
+    """The host of an address of peers; that of this machine for a Unix socket.
+
+    Raises `ConfigError`: it is none; the message names `key`.
+    """
+    if text.startswith(UNIX):
+        require_socket(key, text)
+        return "localhost"
+    found = _NODE.fullmatch(text)
+    if found is None or not found["port"] or not 0 < int(found["port"]) <= PORT_MAX:
+        shown = masked_url(text) if "@" in text else text
+        raise ConfigError(key, f"has {shown!r}, must be HOST:PORT or unix:/PATH")
+    return found["host"]
 
 
 def _is_loopback(host: str) -> bool:

@@ -466,6 +466,9 @@ def _wanted_extras(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 def _extras_of_tier(name: str, kind: TierKind) -> Iterator[tuple[str, str]]:
     options = kind.options
     in_extra = kind.name in STORE_KINDS and kind.name not in ("shared", "peers")
+    settings = CLIENT_SETTINGS["peers"](**options) if kind.name == "peers" else None
+    if isinstance(settings, PeerSettings) and settings.redis is not None:
+        yield "redis", f"tier {name!r} finds its peers in a Redis"
     if in_extra and not str(options.get("url", "")).startswith("file:"):
         yield kind.name, f"tier {name!r} is of kind {kind.name!r}"
     if options.get("compression", "off") != "off":
@@ -496,7 +499,8 @@ def _store_finding(facts: MachineFacts, name: str, settings: object) -> DoctorFi
     problems = {node: facts.reach(*node) for node in nodes}
     seen = "; ".join(f"{node}: {why or 'somebody listens'}" for node, why in problems.items())
     if all(problems.values()) and isinstance(settings, PeerSettings):
-        return _warning(f"tier {name!r}: {seen}", "start the other engines, or mend peers")
+        others = "the other engines" if settings.redis is None else "this Redis"
+        return _warning(f"tier {name!r}: {seen}", f"start {others}, or mend peers")
     if all(problems.values()):
         return _problem(
             f"tier {name!r}: {seen}",
@@ -512,6 +516,8 @@ def _nodes_of(settings: object) -> list[Node]:
     """The servers of a store that can be asked without its own client."""
     if isinstance(settings, RedisSettings):
         return list(settings.nodes)
+    if isinstance(settings, PeerSettings) and settings.redis is not None:
+        return list(settings.redis.nodes)
     if isinstance(settings, PeerSettings):
         dialled = [each for each in settings.addresses if not each.startswith(UNIX)]
         return [

@@ -116,6 +116,11 @@ class RedisWire:
         """What the socket was told last."""
         self._gathers = not isinstance(sock, ssl.SSLSocket)
 
+    @property
+    def local_host(self) -> str:
+        """The address of this machine by which the server is reached."""
+        return str(self._socket.getsockname()[0])
+
     def close(self) -> None:
         self._close()
 

@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -30,11 +29,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from penstock.config.shared_stores import UNIX, port_range
+from penstock.config.shared_stores import port_range
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.store.base import Space
 from penstock.store.clients.blobs import call_in_thread
 from penstock.store.peers.books import PeerBooks
+from penstock.store.peers.discovery import ENTRY_S, Discovery, address_of
 from penstock.store.peers.lending import ValuesToCopy, answer, fits
 from penstock.store.peers.messages import (
     ANSWER_BYTES,
@@ -55,7 +55,7 @@ from penstock.transport.base import (
     Empty,
     ReceivedFrame,
 )
-from penstock.transport.machine_keys import MachineKeys, is_name
+from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import Listener, dial
 from penstock.transport.zmq_link import ChannelSettings
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
     from penstock.config.shared_stores import PeerSettings
     from penstock.store.peers.books import Conversation
+    from penstock.store.peers.discovery import LookedUp
     from penstock.store.peers.lending import Lender, Span
     from penstock.store.peers.messages import AnyPeerMessage
     from penstock.transport.base import Waitable
@@ -82,8 +83,8 @@ RETRY_S, RETRY_MAX_S = 0.5, 10.0
 """Before a peer is dialled again; doubled each time."""
 OWN_RETRY_S = 60.0
 """The same for an address that is our own, or a second one of a peer: pods change addresses."""
-RESOLVE_S = 5.0
-"""How often names are looked up."""
+RESOLVE_S = ENTRY_S / 3
+"""How often names, and what engines tell a Redis, are looked up."""
 SLOW_S, SLOW_MAX_S = 1.0, 60.0
 """How long a peer is not asked that has not answered in time; doubled each time."""
 GREETING_S = 10.0
@@ -92,7 +93,6 @@ FRAMES_MAX = 64
 """Frames that are read of one peer before the others have their turn."""
 BLOCKED_S = 0.02
 """What a peer has taken may be seen by a look that wakes nobody; so a full window is tried anew."""
-PEERS_MAX = 256
 KEPT_BYTES = 256 << 20
 """Of freed memory that this process keeps. Frames of some MiB come and go by the hundred a second:
 from fresh pages each, which the kernel has to clear, they cost twice to five times as much."""
@@ -133,7 +133,7 @@ class _Target:
 
     keys: MachineKeys | None
     host: str
-    """By which it was given."""
+    """By which it was given, or the Redis that has it."""
     talk: _Talk | None = None
     retry_at: float = -math.inf
     retry_s: float = RETRY_S
@@ -153,6 +153,8 @@ class PeerNetwork:
         address cannot be listened on.
         """
         _keep_freed_memory()
+        self._keys = _keys_of(settings)
+        self._discovery = Discovery(settings, self._keys)
         self.lock = threading.Lock()
         self.resets_told = threading.Condition(self.lock)
         """Of who waits for peers to know a reset."""
@@ -165,23 +167,21 @@ class PeerNetwork:
         """Called without the lock when another generation of a space counts, and"""
         self.on_listing: Callable[[], None] = lambda: None
         """when peers list other blocks than before."""
-        self._settings = settings
-        self._keys = _keys_of(settings)
         self._channels = ChannelSettings(
             heartbeat_s=HEARTBEAT_S,
             silence_s=SILENCE_S,
             ports=port_range(settings.ports, key="ports"),
         )
         self._name = f"{self.books.process:016x}"
-        self._listener = Listener(
-            self._name, _address(settings.listen), secret=self._keys or b"", settings=self._channels
-        )
+        address, secret = address_of(settings.listen), self._keys or b""
+        self._listener = Listener(self._name, address, secret=secret, settings=self._channels)
         self._talks: dict[Conversation, _Talk] = {}
         self._targets: dict[str, _Target] = {}
-        self._resolving: Future[tuple[dict[str, str], set[str]]] | None = None
+        self._resolving: Future[LookedUp] | None = None
         self._resolve_at = -math.inf
-        self._unknown = set(settings.addresses)
-        """Whom to dial is not known: there was no answer of a name server, or none was asked."""
+        self._unknown = dict.fromkeys(self._discovery.places, "")
+        """Whom to dial is not known: why a name server or Redis has not answered; empty: it was not
+        asked yet."""
         self._number = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -251,6 +251,7 @@ class PeerNetwork:
 
     def close(self) -> None:
         """Gives the descriptor back; `run` has ended, and others may still tell."""
+        self._discovery.close()
         with self._wake_lock:
             self._closed = True
             os.close(self._wake)
@@ -296,25 +297,24 @@ class PeerNetwork:
     def _resolve(self, now: float) -> None:
         """Looks up whom to dial, in a thread of its own: it may take its time."""
         if self._resolving is None and now >= self._resolve_at:
-            addresses = self._settings.addresses
-            self._resolving = call_in_thread(lambda: _resolved(addresses), "peer names")
+            self._resolving = call_in_thread(self._discovery.look_up, "peer names")
             self._resolving.add_done_callback(lambda _: self.tell())
             self._resolve_at = math.inf
         if self._resolving is None or not self._resolving.done():
             return
-        found, unknown = self._resolving.result()
+        found, failed = self._resolving.result()
         self._resolving, self._resolve_at = None, now + RESOLVE_S
-        for host in sorted(unknown - self._unknown):
-            logger.warning("peers cannot be looked up: name=%s", host)
+        for host, why in failed.items():
+            if not self._unknown.get(host):
+                logger.warning("peers cannot be looked up: name=%s cause=%s", host, why)
         with self.lock:
-            self._unknown = unknown
+            self._unknown = failed
             for address, target in list(self._targets.items()):
-                if address not in found and target.talk is None and target.host not in unknown:
+                if address not in found and target.talk is None and target.host not in failed:
                     del self._targets[address]
-            for address, host in list(found.items())[:PEERS_MAX]:
-                if address not in self._targets:
-                    keys = _keys_for(self._keys, address, host)
-                    self._targets[address] = _Target(keys, host)
+            for address, (host, keys) in found.items():
+                target = self._targets.setdefault(address, _Target(keys, host))
+                target.keys = keys  # Another machine may have the address by now.
             self.resets_told.notify_all()
 
     def _dial(self, now: float) -> None:
@@ -599,41 +599,3 @@ def _keys_of(settings: PeerSettings) -> MachineKeys | None:
         return MachineKeys.read(Path(settings.keys_file))
     except (OSError, ValueError) as error:
         raise ConfigError("keys_file", f"is {settings.keys_file!r}: {error}") from error
-
-
-def _keys_for(keys: MachineKeys | None, address: str, name: str) -> MachineKeys | None:
-    """The keys to dial an address with: that of the name which stands for it."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    if keys is None or host in keys.peers or name not in keys.peers:
-        return keys
-    return keys.with_peer(host, keys.peers[name])
-
-
-def _address(text: str) -> str:
-    """An address as ZeroMQ spells it."""
-    if text.startswith(UNIX):
-        return f"ipc://{text.removeprefix(UNIX)}"
-    host, _, port = text.rpartition(":")
-    return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
-
-
-def _resolved(addresses: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """All addresses of the peers, with the host by which each was given; hosts without an answer.
-
-    That a name has no address is an answer: it stands for nobody now.
-    """
-    found: dict[str, str] = {}
-    unknown: set[str] = set()
-    for text in addresses:
-        host, _, port = text.rpartition(":")
-        if text.startswith(UNIX) or not is_name(host):
-            found[_address(text)] = host
-            continue
-        try:
-            places = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-        except OSError as error:
-            if error.errno not in {socket.EAI_NONAME, socket.EAI_NODATA}:
-                unknown.add(host)
-        else:
-            found |= {f"tcp://{place[0]}:{port}": host for *_, place in places}
-    return found, unknown
