@@ -38,6 +38,7 @@ import time
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -439,13 +440,13 @@ class RelayProcess:
         self._path.unlink(missing_ok=True)
 
 
-_held: dict[tuple[int, Environment], RelayProcess] = {}
-"""The relays that targets and writers of a process share, one for each network interface, by the
-process: a fork has none."""
+_held: dict[tuple[int, int, Environment], RelayProcess] = {}
+"""The relays that targets and writers of a thread share, one for each network interface, by the
+process and thread: a fork has none."""
 
 
 def hold_relay(addresses: HandoffAddresses | None = None) -> RelayProcess:
-    """The relay of this process for some addresses, started if there is none.
+    """The relay of this thread for some addresses, started if there is none.
 
     `release` gives it back.
 
@@ -456,10 +457,11 @@ def hold_relay(addresses: HandoffAddresses | None = None) -> RelayProcess:
         ConfigError: NIXL is not installed.
         UnavailableError: the relay does not start, or the addresses are on no interface.
     """
-    key = os.getpid(), ucx_environment(addresses or HandoffAddresses())
+    environment = ucx_environment(addresses or HandoffAddresses())
+    key = os.getpid(), get_ident(), environment
     held = _held.get(key)
     if held is not None:
         held.hold()
         return held
-    _held[key] = relay = RelayProcess(key[1])
+    _held[key] = relay = RelayProcess(environment)
     return relay
