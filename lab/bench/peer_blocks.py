@@ -8,6 +8,7 @@ an 8B model. CPU time is that of both ends: it says on a busy machine, too, whic
 | `tcp`        | a socket that is read into memory: no names, no sums, not encrypted |
 | `peers`      | a load from a tier of peers: out of their memory, mapped, verified  |
 | `peers tcp`  | the same from another machine: over TCP, encrypted                  |
+| `peers nixl` | from another machine: by NIXL over TCP, not encrypted               |
 | `peers unix` | from another container: over a Unix socket, not encrypted           |
 | `redis`      | a load from a tier in a Redis, verified                             |
 """
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from lab.bench.store_servers import StoreServers
 from lab.bench.vllm_child import free_port
 from penstock.config.shared_stores import RedisSettings
 from penstock.errors import UnavailableError
+from penstock.relay.process import require_nixl
 from penstock.store.base import LoadJob
 from penstock.store.probe import TierProbe
 from penstock.store.process.messages import StoreTierConfig
@@ -49,7 +51,8 @@ SIZES = {"256 KiB": 256 << 10, "2 MiB": 2 << 20}
 WAIT_S = 120.0
 KEPT_MIN = 0.1
 """Of the rate of a plain copy, which verifies and encrypts nothing."""
-PEERS = ("peers", "peers tcp", "peers unix")
+PEERS = {"peers": "zeromq", "peers tcp": "zeromq", "peers nixl": "nixl", "peers unix": "zeromq"}
+"""And what carries their blocks."""
 SIDES = ("tcp", *PEERS, "redis")
 
 
@@ -60,7 +63,9 @@ def run_peer_blocks(
 
     Raises:
         UnavailableError: blocks do not come, or redis-server is not installed.
+        ConfigError: NIXL is not installed.
     """
+    require_nixl("peers nixl")
     for size, block_bytes in SIZES.items():
         with ExitStack() as stack:
             made = stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder
@@ -95,12 +100,13 @@ def run_peer_blocks(
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and those that it has started: who lends, and the Redis."""
-    total_ns = 0
-    processes = ["self", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    """CPU time of this process and those below it: who lends, the relays and the Redis."""
+    total_ns, processes = 0, [str(os.getpid())]
     for process in processes:
         for task in Path(f"/proc/{process}/task").iterdir():
-            total_ns += int((task / "schedstat").read_text().split()[0])
+            with suppress(FileNotFoundError):  # A thread that has just looked up names.
+                total_ns += int((task / "schedstat").read_text().split()[0])
+                processes += (task / "children").read_text().split()
     return total_ns / 1e9
 
 
@@ -109,10 +115,11 @@ def _sides(
 ) -> dict[str, Callable[[], None]]:
     pairs = [
         tuple(f"unix:{folder}/{number}" for number in range(2)),
-        tuple(f"127.0.0.1:{free_port()}" for _ in range(2)),
+        *(tuple(f"127.0.0.1:{free_port()}" for _ in range(2)) for _ in range(2)),
         tuple(f"unix:{folder}/{number}" for number in range(2, 4)),
     ]
-    places = [place for here, there in pairs for place in (there, here)]
+    ways = zip(PEERS.values(), pairs, strict=True)
+    places = [word for transport, (here, there) in ways for word in (there, here, transport)]
     command = [sys.executable, "-m", "lab.bench.peer_blocks_child", str(block_bytes), str(count)]
     child = stack.enter_context(
         subprocess.Popen(
@@ -126,8 +133,9 @@ def _sides(
     )
     target = memoryview(bytearray(count * block_bytes))
     sides: dict[str, Callable[[], None]] = {"tcp": lambda: _copy(plain, target)}
-    for side, (here, there) in zip(PEERS, pairs, strict=True):
-        loads = _Loads(make_tier(here, there, maps=True), make_arena(block_bytes, count))
+    for (side, transport), (here, there) in zip(PEERS.items(), pairs, strict=True):
+        tier = make_tier(here, there, transport, maps=True)
+        loads = _Loads(tier, make_arena(block_bytes, count))
         stack.callback(loads.close)
         loads.wait_for_listing()
         sides[side] = loads.load

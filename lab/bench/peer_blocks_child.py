@@ -1,9 +1,9 @@
 """A process that lends blocks to the benchmark of peers, and sends plain bytes.
 
-python -m lab.bench.peer_blocks_child BLOCK_BYTES COUNT LISTEN PEERS …
+python -m lab.bench.peer_blocks_child BLOCK_BYTES COUNT LISTEN PEERS TRANSPORT …
 
-It has one tier for each LISTEN and PEERS; peers map the arena of the first. It says the port of a
-socket that answers each byte with all of its blocks' bytes, and ends with its input.
+It has one tier for each LISTEN, PEERS and TRANSPORT; peers map the arena of the first. It says the
+port of a socket that answers each byte with all of its blocks' bytes, and ends with its input.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def keys_of(count: int) -> list[bytes]:
     return [number.to_bytes(KEY_BYTES, "big") for number in range(1, count + 1)]
 
 
-def make_tier(listen: str, peers: str, *, maps: bool) -> PeerTier:
+def make_tier(listen: str, peers: str, transport: str, *, maps: bool) -> PeerTier:
     """A tier whose arenas peers map, or may not map."""
-    blobs = PeerBlobs(PeerSettings(listen=listen, peers=peers, timeout_s=TIMEOUT_S))
+    settings = PeerSettings(listen=listen, peers=peers, transport=transport, timeout_s=TIMEOUT_S)
+    blobs = PeerBlobs(settings)
     if not maps:
         blobs.network.books.arena_address = ""
     return PeerTier(blobs, ask_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
@@ -77,8 +78,8 @@ def _send(listener: socket.socket, content: memoryview) -> None:
 def main(block_bytes: int, count: int, places: list[str]) -> None:
     arena, keys = make_arena(block_bytes, count), keys_of(count)
     blocks = _fill(arena, keys)
-    pairs = zip(places[::2], places[1::2], strict=True)
-    tiers = [make_tier(*pair, maps=not number) for number, pair in enumerate(pairs)]
+    ways = zip(places[::3], places[1::3], places[2::3], strict=True)
+    tiers = [make_tier(*each, maps=not number) for number, each in enumerate(ways)]
     for tier in tiers:
         tier.attach(SPACE.name, [arena])
         tier.lend(LentBlocks(1, [arena], SPACE, keys, range(count), SALT), [])

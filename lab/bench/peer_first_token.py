@@ -4,14 +4,17 @@
 |------------|--------------------------------------------------------------------------|
 | `computed` | an engine computes a prompt of that length                               |
 | `redis`    | it finds the prefix in a Redis                                           |
-| `peers`    | it finds the prefix in the host memory of the other engine, on a machine |
+| `peers`    | it finds the prefix in the host memory of the other engine, mapped       |
+| `peers tcp`, `peers nixl` | the same as from another machine, encrypted or by NIXL    |
 
-Every round begins with new engines, whose device and host memory are empty. The engine that has
+Every round begins with new engines, whose device and host memory are empty, and that have loaded a
+short prefix. The engine that has
 computed the prefix is idle meanwhile.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -27,7 +30,9 @@ from lab.bench.engine_clients import Clients, prompt
 from lab.bench.engine_model import EIGHT_B, Model
 from lab.bench.engine_parts import ratio_of_rounds
 from lab.bench.measure import collector_paused, summarize
+from lab.bench.peer_blocks import PEERS as RATE_SIDES
 from lab.bench.store_servers import StoreServers, values_in_redis
+from lab.bench.vllm_child import free_port
 from penstock.errors import UnavailableError
 from penstock_serve.engine.scheduler import SchedulerSettings
 
@@ -38,6 +43,9 @@ if TYPE_CHECKING:
 
 TOKENS = 8192
 QUESTION_TOKENS = 32
+SHORT_TOKENS = 256
+"""Of a prefix that is loaded first."""
+SETTLED_S = 1.0
 BLOCK_TOKENS = 64
 ARCHITECTURE = replace(
     EIGHT_B,
@@ -52,6 +60,7 @@ ARCHITECTURE = replace(
 SETTINGS = SchedulerSettings(step_tokens=2048, step_requests=2, steps_in_flight=1)
 PATIENCE_S = 120.0
 FOUND_SHARE = 0.98
+PEERS = {side: transport for side, transport in RATE_SIDES.items() if side != "peers unix"}
 SOONER_MIN = 1.0
 
 
@@ -60,7 +69,7 @@ class _Side:
 
     def __init__(self, name: str, model: Model, keys: list[str], tokens: int) -> None:
         self.name, self._model, self._keys = name, model, keys
-        self._blocks = -(-(tokens + QUESTION_TOKENS + 1) // BLOCK_TOKENS) + 1
+        self._blocks = -(-(tokens + SHORT_TOKENS + 2 * QUESTION_TOKENS) // BLOCK_TOKENS) + 2
 
     def open(self, stack: ExitStack, number: int) -> Clients:
         """The first engine (0), which computes the prefix, or the second."""
@@ -100,9 +109,10 @@ def run_peer_first_token(report: BenchReport, *, rounds: int, tokens: int = TOKE
         UnavailableError: the prefix does not come, or redis-server is not installed.
     """
     model = Model(ARCHITECTURE, device="cpu", dtype=torch.float32)
-    random, words, whole = Random(tokens), ARCHITECTURE.vocabulary, tokens // BLOCK_TOKENS
-    prefix = prompt(random, tokens, words)
-    found: dict[str, list[float]] = {"computed": [], "redis": [], "peers": []}
+    random, words = Random(tokens), ARCHITECTURE.vocabulary
+    prefix, short = (prompt(random, count, words) for count in (tokens, SHORT_TOKENS))
+    all_blocks = (tokens + SHORT_TOKENS) // BLOCK_TOKENS
+    found: dict[str, list[float]] = {side: [] for side in ("computed", "redis", *PEERS)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
         servers = stack.enter_context(StoreServers(folder, Path(sys.executable)))
@@ -110,38 +120,79 @@ def run_peer_first_token(report: BenchReport, *, rounds: int, tokens: int = TOKE
         redis = _Side(
             "redis", model, 2 * [f'kind = "redis", url = "redis://127.0.0.1:{port}"'], tokens
         )
-        places = [f"unix:{folder}/{number}" for number in range(2)]
-        peers = [
-            f'kind = "peers", listen = "{each}", peers = "{",".join(places)}"' for each in places
-        ]
-        lenders = _Side("peers", model, peers, tokens)
         report.progress("computing a prefix")
         with ExitStack() as first:
             clients = redis.open(first, 0)
+            clients.answer(short, max_tokens=1)
             clients.answer(prefix, max_tokens=1)
-            _until(lambda: values_in_redis(port), lambda count: count >= whole, [clients])
-        lender = lenders.open(stack, 0)
-        lender.answer(prefix, max_tokens=1)
-        lender.settle()
+            _until(lambda: values_in_redis(port), lambda count: count >= all_blocks, [clients])
+        lenders: dict[_Side, Clients] = {}
+        for name, transport in PEERS.items():
+            side = _Side(name, model, _peer_keys(transport), tokens)
+            lenders[side] = _compute_there(side, stack, short, prefix)
+        sides = [redis, *lenders]
         for number in range(-1, rounds):  # The first one compiles what the others need.
             report.progress(f"first token: round {number + 1} of {rounds}")
             question = prompt(random, QUESTION_TOKENS, words)
-            for side in (redis, lenders) if number % 2 else (lenders, redis):
+            for side in sides if number % 2 else sides[::-1]:
                 with ExitStack() as second:
                     reader = side.open(second, 1)
-                    if side is lenders:
-                        _wait_until_listed(lender, reader, whole)
+                    if side in lenders:
+                        _wait_until_listed(lenders[side], reader, all_blocks)
+                    _open_connections(reader, [*short, *question])
                     with collector_paused():
                         took_s = {side.name: _found_s(reader, [*prefix, *question], tokens)}
-                        if side is lenders:
+                        if side.name == "peers":
                             took_s["computed"] = _computed_s(reader, prompt(random, tokens, words))
                 for name, seconds in took_s.items() if number >= 0 else ():
                     found[name].append(seconds)
     _add_rows(report, tokens, tokens * model.token_bytes, found)
 
 
+def _peer_keys(transport: str) -> list[str]:
+    """Of the tiers of two engines."""
+    places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    return [
+        f'kind = "peers", listen = "{each}", peers = "{",".join(places)}", '
+        f'transport = "{transport}"'
+        for each in places
+    ]
+
+
+def _compute_there(side: _Side, stack: ExitStack, *prompts: list[int]) -> Clients:
+    """The first engine of a side, which has computed prompts.
+
+    Unless others are to map its memory, they find none of its sockets: as on another machine.
+    """
+    runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-"))
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = runtime
+    try:
+        lender = side.open(stack, 0)
+    finally:
+        if before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
+    for tokens in prompts:
+        lender.answer(tokens, max_tokens=1)
+    lender.settle()
+    # Its own processes have connected by now.
+    for path in [] if side.name == "peers" else Path(runtime).rglob("*"):
+        if path.is_socket():
+            path.unlink()
+    return lender
+
+
 def _wait_until_listed(lender: Clients, reader: Clients, blocks: int) -> None:
     _until(lambda: _listed(reader), lambda count: count >= blocks, [lender, reader])
+
+
+def _open_connections(reader: Clients, tokens: list[int]) -> None:
+    """An engine that has just started opens its connections with its first loads."""
+    _found_s(reader, tokens, SHORT_TOKENS)
+    ends = time.monotonic() + SETTLED_S
+    _until(time.monotonic, lambda now: now >= ends, [reader])
 
 
 def _found_s(clients: Clients, tokens: list[int], found: int) -> float:
@@ -169,9 +220,10 @@ def _add_rows(report: BenchReport, tokens: int, nbytes: int, found: dict[str, li
             unit="s",
             summary=summarize(values),
         )
-    for name, theirs in (("computed", "computed"), ("redis", "redis")):
-        report.add_ratio(
-            f"prefix of a peer: times sooner than {name}",
-            ratio_of_rounds(found[theirs], found["peers"]),
-            at_least=SOONER_MIN,
-        )
+    for side in PEERS:
+        for theirs in ("computed", "redis"):
+            report.add_ratio(
+                f"prefix of {side}: times sooner than {theirs}",
+                ratio_of_rounds(found[theirs], found[side]),
+                at_least=SOONER_MIN,
+            )

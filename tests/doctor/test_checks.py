@@ -417,6 +417,7 @@ def test_a_range_of_ports_that_is_mostly_taken_is_a_warning(machine: Machine) ->
         (f"{CONFIG}[serve]\n", {"torch": "2", "gguf": "1"}, "", ""),
         (REDIS, {}, "redis", "redis"),
         (PEERS, {}, "redis", "redis"),
+        (f'{PEERS}transport = "nixl"\n', {"redis": "8"}, "nixl", "nixl"),
         (f'{REDIS}compression = "zstd"\n', {"redis": "8"}, "zstandard", "compression"),
         (MOONCAKE, {}, "mooncake-transfer-engine", "mooncake"),
         (MOONCAKE, {"mooncake-transfer-engine-non-cuda": "0.3.13"}, "", ""),

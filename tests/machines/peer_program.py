@@ -1,6 +1,6 @@
 """An engine of tests with a tier of peers: it computes, finds and resets as it is told.
 
-python -m tests.machines.peer_program FOLDER LISTEN PEERS [KEYS]
+python -m tests.machines.peer_program FOLDER LISTEN PEERS [KEYS [TRANSPORT]]
 
     save N      computes prompt N, and says how many of its tokens were cached
     find N      looks for it among the peers first
@@ -61,9 +61,10 @@ def run(engine: SharingEngine) -> None:
                 say(carry_out(engine, line.decode().split()))
 
 
-def main(folder: str, listen: str, peers: str, keys: str = "") -> None:
+def main(folder: str, listen: str, peers: str, keys: str = "", transport: str = "zeromq") -> None:
     set_up_logs("warning", as_json=False, fields={})
     store = f'kind = "peers"\nlisten = "{listen}"\npeers = "{peers}"\nkeys_file = "{keys}"\n'
+    store += f'transport = "{transport}"\n'
     with SharingEngine(Path(folder), store, LIMITS) as engine:
         engine.wait_until_on()
         run(engine)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.relay.agents import is_installed
 from penstock.transport.machine_keys import MachineKeys
 from tests.machines.machines import Network, why_no_machines
 from tests.runtime.stored_engine import all_but_the_last_block, prompt
@@ -37,14 +38,16 @@ class PeerMachine:
     def address(self) -> str:
         return f"{self.machine.host}:{PORT}"
 
-    def start(self, peers: str) -> None:
-        self.process = self.machine.python(
-            "tests.machines.peer_program",
-            *(str(self.folder), self.address, peers, str(self.folder / "keys")),
-            folder=self.folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+    def start(self, peers: str, transport: str = "zeromq") -> None:
+        with (self.folder / "log").open("w") as log:
+            self.process = self.machine.python(
+                "tests.machines.peer_program",
+                *(str(self.folder), self.address, peers, str(self.folder / "keys"), transport),
+                folder=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
 
     def close(self) -> None:
         for pipe in () if self.process is None else (self.process.stdin, self.process.stdout):
@@ -87,7 +90,7 @@ class PeerSite:
         self._stack.callback(machine.close)
         return machine
 
-    def machines(self, count: int) -> list[PeerMachine]:
+    def machines(self, count: int, transport: str = "zeromq") -> list[PeerMachine]:
         """Each lists all, and so itself, and has started."""
         found, keys = [], [MachineKeys.new() for _ in range(count)]
         for number in range(count):
@@ -101,7 +104,7 @@ class PeerSite:
             listed.write(each.folder / "keys")
         peers = ",".join(each.address for each in found)
         for each in found:
-            each.start(peers)
+            each.start(peers, transport)
         for each in found:
             assert each.hears() == "ready"
         return found
@@ -154,6 +157,31 @@ def test_machines_that_are_cut_off_slow_or_gone_cost_misses_and_no_more(site: Pe
     one.machine.kill()
     other.until(lambda answer: int(answer) <= 2 * BLOCKS, "listed")
     assert third.tell("find", 20) == "0"
+
+
+@pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
+def test_blocks_come_from_another_machine_by_nixl_also_after_it_was_cut_off(site: PeerSite) -> None:
+    one, other = site.machines(2, "nixl")
+    one.tell("save", 1)
+    other.knows(BLOCKS)
+
+    assert other.tell("find", 1) == str(ALL)
+
+    one.tell("save", 2)
+    other.knows(2 * BLOCKS)
+    one.machine.cut()
+    assert other.tell("find", 2) == "0"
+    other.knows(0)
+    one.machine.heal()
+    other.until(lambda answer: int(answer) >= BLOCKS, "listed")
+
+    def is_found(number: int) -> bool:
+        one.tell("save", number)
+        return other.tell("find", number) == str(ALL)  # Unless it is not listed yet.
+
+    assert any(map(is_found, range(3, 13)))
+    for each in (one, other):
+        assert "not NIXL" not in (each.folder / "log").read_text()
 
 
 def test_a_machine_whose_key_nobody_lists_reads_nothing(site: PeerSite, tmp_path: Path) -> None:

@@ -10,11 +10,16 @@ import pytest
 from lab.bench import peer_blocks
 from lab.bench.peer_blocks import SIDES, SIZES, run_peer_blocks
 from lab.bench.report import BenchReport
+from penstock.relay.agents import is_installed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+needs_nixl = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
+
+
+@needs_nixl
 def test_every_side_brings_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
@@ -28,6 +33,7 @@ def test_every_side_brings_all_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(row.median > 0 for row in rows)
 
 
+@needs_nixl
 @pytest.mark.long
 def test_a_prefix_of_a_peer_and_of_a_redis_is_found_and_timed() -> None:
     if shutil.which("redis-server") is None:
@@ -38,5 +44,5 @@ def test_a_prefix_of_a_peer_and_of_a_redis_is_found_and_timed() -> None:
     run_peer_first_token(report, rounds=1, tokens=512)
 
     rows = report.document().rows
-    assert {row.side for row in rows} == {"computed", "redis", "peers"}
+    assert {row.side for row in rows} == {"computed", "redis", "peers", "peers tcp", "peers nixl"}
     assert all(row.median > 0 for row in rows)

@@ -589,6 +589,8 @@ class PeerSettings(SharedOptions):
     """Who signed its certificate, if not one of the system's authorities."""
     keys_file: Text = ""
     """Keys of the machines, needed off the loopback interface."""
+    transport: Annotated[str, String(choices=("zeromq", "nixl"))] = "zeromq"
+    """What carries blocks from other machines: ZeroMQ, encrypted, or NIXL, which is **not**."""
     ports: Text = "0"
     """For connections of peers, two each: a range such as `"5300-5399"`; `"0"`: any."""
     timeout_s: TimeoutS = 1.0

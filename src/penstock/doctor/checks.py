@@ -469,6 +469,8 @@ def _extras_of_tier(name: str, kind: TierKind) -> Iterator[tuple[str, str]]:
     settings = CLIENT_SETTINGS["peers"](**options) if kind.name == "peers" else None
     if isinstance(settings, PeerSettings) and settings.redis is not None:
         yield "redis", f"tier {name!r} finds its peers in a Redis"
+    if isinstance(settings, PeerSettings) and settings.transport == "nixl":
+        yield "nixl", f"tier {name!r} has transport 'nixl'"
     if in_extra and not str(options.get("url", "")).startswith("file:"):
         yield kind.name, f"tier {name!r} is of kind {kind.name!r}"
     if options.get("compression", "off") != "off":

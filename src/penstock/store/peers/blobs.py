@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -136,9 +137,13 @@ class PeerBlobs(BlobStore):
                 break
             holder, wanted = asked.pop(found.number)
             missing.update(self._place(reads, holder, wanted, found))
+            found.done()
         for number, (holder, wanted) in asked.items():
             self.network.note_slow(holder, number)
             missing.update(wanted.positions)
+        with suppress(Empty):
+            while True:  # What came at the last moment; nothing comes any more.
+                answers.get_nowait().done()
         for position in missing:
             outcomes[position] = BlobOutcome.MISSING
         return sorted(missing) if time.monotonic() < deadline else []

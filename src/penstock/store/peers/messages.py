@@ -5,6 +5,7 @@ Each dials the others that it is to read from. Who dials is the *reader*, who li
     reader, lender   PeerHello, Resets              who it is, and which generations count
     lender           LentForms, Lends, LendingEnded   what it has, and every change of it
     reader           ReadBlocks                     answered by `BlocksRead`, in any order
+    reader, lender   AreaOffered, NoLanding         whether answers come by NIXL (`landing.py`)
 
 The one rule: nothing is believed but the sums. A message that is none ends the channel; one that
 names what is not there is answered so.
@@ -35,6 +36,9 @@ SPANS_MAX = 1 << 14
 layer and head."""
 ANSWER_BYTES = 4 << 20
 """What a request asks for at most; a frame has room for four of them."""
+BERTHS = 8
+"""Answers that an area of a reader has room for."""
+DESCRIPTION_BYTES_MAX = 2 << 20
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -116,6 +120,8 @@ class ReadBlocks(PeerMessage, array_like=True, frozen=True, gc=False):
     keys: Keys
     spans: Annotated[list[tuple[Count, Size]], msgspec.Meta(max_length=SPANS_MAX)]
     """Where each begins in the value, and its length."""
+    berth: Annotated[int, msgspec.Meta(ge=-1, lt=BERTHS)] = -1
+    """Where in the reader's area the values go; -1: over the channel."""
 
 
 class BlocksRead(PeerMessage, array_like=True, frozen=True, gc=False):
@@ -126,7 +132,29 @@ class BlocksRead(PeerMessage, array_like=True, frozen=True, gc=False):
     content: memoryview
 
 
-AnyPeerMessage = PeerHello | Resets | LentForms | Lends | LendingEnded | ReadBlocks | BlocksRead
+class AreaOffered(PeerMessage, array_like=True, frozen=True, gc=False):
+    """Memory of the reader into which values may be written by NIXL."""
+
+    description: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTION_BYTES_MAX)]
+
+
+class NoLanding(PeerMessage, array_like=True, frozen=True, gc=False):
+    """The lender does not write there, or not any more."""
+
+    why: Text
+
+
+AnyPeerMessage = (
+    PeerHello
+    | Resets
+    | LentForms
+    | Lends
+    | LendingEnded
+    | ReadBlocks
+    | BlocksRead
+    | AreaOffered
+    | NoLanding
+)
 
 frames: FrameCodec[AnyPeerMessage] = FrameCodec(
     msgspec.msgpack.Decoder(AnyPeerMessage),

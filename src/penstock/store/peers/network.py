@@ -21,8 +21,10 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,12 +37,15 @@ from penstock.store.base import Space
 from penstock.store.clients.blobs import call_in_thread
 from penstock.store.peers.books import PeerBooks
 from penstock.store.peers.discovery import ENTRY_S, Discovery, address_of
+from penstock.store.peers.landing import LandingSite
 from penstock.store.peers.lending import ValuesToCopy, answer, fits
 from penstock.store.peers.messages import (
     ANSWER_BYTES,
+    AreaOffered,
     BlocksRead,
     LendingEnded,
     Lends,
+    NoLanding,
     PeerHello,
     ReadBlocks,
     frames,
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
     from penstock.config.shared_stores import PeerSettings
     from penstock.store.peers.books import Conversation
     from penstock.store.peers.discovery import LookedUp
+    from penstock.store.peers.landing import LandedAnswer, Landing, LenderLink
     from penstock.store.peers.lending import Lender, Span
     from penstock.store.peers.messages import AnyPeerMessage
     from penstock.transport.base import Waitable
@@ -93,6 +99,8 @@ FRAMES_MAX = 64
 """Frames that are read of one peer before the others have their turn."""
 BLOCKED_S = 0.02
 """What a peer has taken may be seen by a look that wakes nobody; so a full window is tried anew."""
+REASON_MAX = 200
+"""Characters of a reason that a peer is told."""
 KEPT_BYTES = 256 << 20
 """Of freed memory that this process keeps. Frames of some MiB come and go by the hundred a second:
 from fresh pages each, which the kernel has to clear, they cost twice to five times as much."""
@@ -106,6 +114,8 @@ class PeerAnswer(NamedTuple):
     found: bytes
     """One byte a key; empty: the peer was lost."""
     content: memoryview
+    done: Callable[[], None]
+    """To be called once the content was copied: its memory is used again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +127,16 @@ class _Talk:
     opened_at: float
     address: str = ""
     """That was dialled; empty: the peer has dialled us."""
-    to_ask: list[ReadBlocks] = field(default_factory=list)
+    to_ask: deque[ReadBlocks] = field(default_factory=deque)
+    to_say: deque[AnyPeerMessage] = field(default_factory=deque)
+    """What belongs to this channel alone, before what is to be asked."""
     asked: dict[int, SimpleQueue[PeerAnswer]] = field(default_factory=dict)
     near: NearPeer | None = None
     """The way to its arenas, if it is on this machine."""
+    landing: Landing | None = None
+    """Where it writes what we read from it, if it does so by NIXL."""
+    link: LenderLink | None = None
+    """The way to where it has what it reads written."""
     unsent: bytes = b""
     """A frame for which there was no room."""
     slow_until: float = -math.inf
@@ -183,6 +199,9 @@ class PeerNetwork:
         """Whom to dial is not known: why a name server or Redis has not answered; empty: it was not
         asked yet."""
         self._number = 0
+        self._by_nixl = settings.transport == "nixl"
+        self._site: LandingSite | None = None
+        """What carries blocks, beside the channels; the thread opens it."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._stopping = self._closed = False
@@ -261,12 +280,14 @@ class PeerNetwork:
     def run(self) -> None:
         """Speaks with the peers until `stop`: what a thread is for."""
         try:
+            self._site = self._open_site()
             while not self._stopping:
                 now = time.monotonic()
                 self._resolve(now)
                 self._dial(now)
                 while (channel := self._listener.accept()) is not None:
                     self._open(channel, "")
+                self._take_landed()
                 for talk in self._all():
                     self._exchange(talk)
                 self._show_arenas()
@@ -290,6 +311,11 @@ class PeerNetwork:
         channels: list[Waitable] = [self._listener, *(each.channel for each in talks)]
         descriptors = [self._wake, *(each.near.descriptor for each in talks if each.near)]
         descriptors += self._arena_listener.descriptors if self._arena_listener else []
+        if self._site is not None:
+            descriptors += self._site.descriptors
+            descriptors += [fd for each in talks if each.link for fd in each.link.descriptors]
+            if self._site.waits:
+                at.append(time.monotonic() + HEARTBEAT_S)
         wait_any(channels, descriptors, deadline=min(at))
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -355,6 +381,7 @@ class PeerNetwork:
         try:
             self._take_arenas(talk)
             self._receive(talk)
+            self._look_at_nixl(talk)
             if talk.conversation.process is None and not talk.address:
                 self._require_greeting(talk)
             if talk.channel.is_open:
@@ -384,6 +411,9 @@ class PeerNetwork:
 
     def _take(self, talk: _Talk, message: AnyPeerMessage) -> None:
         said = talk.conversation
+        if isinstance(message, AreaOffered | NoLanding) and said.process is not None:
+            self._take_of_nixl(talk, message)
+            return
         with self.lock:
             new = said.process is None
             if isinstance(message, Lends) and message.lender not in said.listings:
@@ -392,15 +422,97 @@ class PeerNetwork:
             if new and talk.address and isinstance(message, PeerHello):
                 self._meet(talk, message.arena_address)
             if known.answer is not None:
-                asker = talk.asked.pop(known.answer.number, None)
-                if asker is not None:  # Or it was too late.
-                    talk.slow_s = SLOW_S
-                    asker.put(PeerAnswer(*_fields(known.answer)))
+                if talk.landing is not None:
+                    talk.landing.give_up(known.answer.number)
+                self._give(talk, known.answer, _nothing)
             self.resets_told.notify_all()
         for space in known.resets:
             self.on_reset(space)
         if isinstance(message, Lends | LendingEnded):
             self.on_listing()
+
+    def _give(self, talk: _Talk, found: BlocksRead, done: Callable[[], None]) -> None:
+        """Gives an answer to who has asked; the lock is held."""
+        asker = talk.asked.pop(found.number, None)
+        if asker is None:  # It was too late.
+            done()
+        else:
+            talk.slow_s = SLOW_S
+            asker.put(PeerAnswer(found.number, found.found, found.content, done))
+
+    # Blocks that come by NIXL.
+
+    def _open_site(self) -> LandingSite | None:
+        if not self._by_nixl:
+            return None
+        try:
+            return LandingSite(self._listener.address)
+        except (ConfigError, UnavailableError) as error:
+            logger.warning("blocks come over ZeroMQ, not NIXL: cause=%s", error)
+            return None
+
+    def _take_landed(self) -> None:
+        """Takes what peers have written into the areas here."""
+        landings = {id(each.landing.area): each for each in self._all() if each.landing}
+        for area, notice in self._site.notices() if self._site else ():
+            talk = landings.get(id(area))
+            landed = talk.landing.take(notice) if talk is not None and talk.landing else None
+            if talk is not None and landed is not None:
+                with self.lock:
+                    self._give(talk, landed.answer, partial(self._free, landed))
+
+    def _free(self, landed: LandedAnswer) -> None:
+        """Whoever has asked has copied an answer: there is room for another one."""
+        landed.free()
+        self.tell()
+
+    def _look_at_nixl(self, talk: _Talk) -> None:
+        """Tells a peer of its area once that is ready; notices what was lost."""
+        landing = talk.landing
+        if landing is not None and landing.area.failure:
+            self._end_landing(talk, landing.area.failure)
+        elif landing is not None and landing.area.ready and not landing.is_told:
+            landing.is_told = True
+            talk.to_say.append(AreaOffered(landing.area.description))
+        if talk.link is not None:
+            failed = talk.link.observe()
+            if failed or talk.link.failure:
+                self._end_link(talk, talk.link.failure, failed)
+
+    def _take_of_nixl(self, talk: _Talk, message: AreaOffered | NoLanding) -> None:
+        reads = talk.conversation.reads
+        match message:
+            case AreaOffered(description) if not reads and talk.link is None:
+                if self._site is None:
+                    talk.to_say.append(NoLanding("it has no NIXL"))
+                    return
+                try:
+                    talk.link = self._site.connect(description)
+                except UnavailableError as error:
+                    talk.to_say.append(NoLanding(str(error)[:REASON_MAX]))
+            case NoLanding(why) if reads:
+                self._end_landing(talk, why)
+            case _:
+                raise PeerError(f"{type(message).__name__} came where none belongs")
+
+    def _end_landing(self, talk: _Talk, why: str) -> None:
+        """A peer writes nothing here any more; its blocks come over its channel from now on."""
+        if talk.landing is not None and self._site is not None:
+            self._site.retire(talk.landing)
+            talk.landing = None
+            logger.warning(
+                "blocks of a peer come over ZeroMQ, not NIXL: at=%s cause=%s", talk.address, why
+            )
+
+    def _end_link(self, talk: _Talk, why: str, failed: Sequence[int] = ()) -> None:
+        """Nothing can be written for a peer; what it awaits has failed."""
+        link, talk.link = talk.link, None
+        if link is not None:
+            # First: what was begun may still land, so no berth there is used again.
+            talk.to_say.append(NoLanding(why[:REASON_MAX]))
+            for number in (*failed, *link.observe()):
+                talk.to_say.append(BlocksRead(number, b"", memoryview(b"")))
+            link.close()
 
     # Arenas of peers on this machine.
 
@@ -452,6 +564,8 @@ class PeerNetwork:
         with suppress(UnavailableError):  # It is on another machine, or of another user.
             if arena_address and process is not None:
                 talk.near = NearPeer(arena_address, process)
+        if talk.near is None and self._site is not None:
+            talk.landing = self._site.open(talk.address)
         far = "" if talk.near is None else " on this machine"
         logger.info("peer is here: at=%s%s", talk.address, far)
 
@@ -470,24 +584,44 @@ class PeerNetwork:
         while True:
             with self.lock:
                 message = self.books.next_message(talk.conversation)
-                if message is None and talk.to_ask:
-                    message = talk.to_ask.pop(0)
+                if message is None and talk.to_say:
+                    message = talk.to_say.popleft()
+                if message is None:
+                    message = _next_read(talk)
             if message is None:
                 break
             yield frames.encode(message)
         with self.lock:
             requests = talk.conversation.requests
             request = requests.popleft() if requests else None
-        if request is not None:
+        if request is not None and not self._write(talk, request):
             yield self._read(request)
+
+    def _write(self, talk: _Talk, request: ReadBlocks) -> bool:
+        """Has NIXL write what a peer reads; whether it does."""
+        if talk.link is None or request.berth < 0:
+            return False
+        keys, size = _keys_and_size(request)
+        wanted = (Space(request.space, request.generation), request.piece, keys, request.spans)
+
+        def fill(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> list[bool]:
+            found = self.read_here(*wanted, rows)
+            for at, row in enumerate(each for each, is_there in enumerate(found) if is_there):
+                if at < row:
+                    rows[at] = rows[row]
+            return found
+
+        try:
+            talk.link.write(request, (len(keys), size), fill)
+        except UnavailableError as error:
+            self._end_link(talk, str(error))
+            return False
+        return True
 
     def _read(self, request: ReadBlocks) -> bytes:
         """The answer to a peer that reads, as a frame."""
-        whole, rest = divmod(len(request.keys), KEY_BYTES)
-        size = sum(length for _, length in request.spans)
-        if rest or not whole or not 0 < whole * size <= ANSWER_BYTES:
-            raise PeerError(f"it reads {len(request.keys)} bytes of keys, {size} bytes of each")
-        keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
+        keys, size = _keys_and_size(request)
+        whole = len(keys)
         wanted = (Space(request.space, request.generation), request.piece, keys, request.spans)
         for lender, values in self._look_up(*wanted):
             if len(values.there) == whole:
@@ -541,6 +675,10 @@ class PeerNetwork:
         talk.channel.close()
         if talk.near is not None:
             talk.near.close()
+        if talk.link is not None:
+            talk.link.close()
+        if talk.landing is not None and self._site is not None:
+            self._site.retire(talk.landing)
         with self.lock:
             self._talks.pop(talk.conversation, None)
             self.books.end(talk.conversation)
@@ -560,6 +698,8 @@ class PeerNetwork:
         for talk in self._all():
             self._close(talk, "this process ends")
         self._listener.close()
+        if self._site is not None:
+            self._site.close()
         if self._arena_listener is not None:
             self._arena_listener.close()
 
@@ -585,11 +725,38 @@ def _keep_freed_memory() -> None:
 
 
 def _lost(number: int) -> PeerAnswer:
-    return PeerAnswer(number, b"", memoryview(b""))
+    return PeerAnswer(number, b"", memoryview(b""), _nothing)
 
 
-def _fields(read: BlocksRead) -> tuple[int, bytes, memoryview]:
-    return read.number, read.found, read.content
+def _nothing() -> None:
+    """What is to be done for content with memory of its own."""
+
+
+def _next_read(talk: _Talk) -> ReadBlocks | None:
+    """What a peer is to be asked next, and where it puts the answer; the lock is held."""
+    while talk.to_ask and talk.to_ask[0].number not in talk.asked:
+        talk.to_ask.popleft()  # Nobody waits for it any more.
+    landing = talk.landing if talk.landing is not None and talk.landing.is_told else None
+    if not talk.to_ask or (landing is not None and not landing.has_room()):
+        return None
+    request = talk.to_ask.popleft()
+    if landing is None:
+        return request
+    size = sum(length for _, length in request.spans)
+    return replace(request, berth=landing.take_berth(request.number, size))
+
+
+def _keys_and_size(request: ReadBlocks) -> tuple[list[Key], int]:
+    """What a peer reads, and how many bytes of each.
+
+    Raises `PeerError`: it is not what a peer may ask for.
+    """
+    whole, rest = divmod(len(request.keys), KEY_BYTES)
+    size = sum(length for _, length in request.spans)
+    if rest or not whole or not 0 < whole * size <= ANSWER_BYTES:
+        raise PeerError(f"it reads {len(request.keys)} bytes of keys, {size} bytes of each")
+    keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
+    return keys, size
 
 
 def _keys_of(settings: PeerSettings) -> MachineKeys | None:
