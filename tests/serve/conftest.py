@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import penstock
-from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,14 +41,6 @@ TEMPLATE = (
     "{{ raise_exception('role is ' + m.role) }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 )
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    require_redis()
-    server = RedisServer(tmp_path / "redis")
-    yield server
-    server.kill()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
