@@ -5,7 +5,7 @@
 | `lookup`, once per match of its radix tree    | `PageTiers.find`                              |
 | `load`, for what was found                    | `PageTiers.load`: all of it, before it answers |
 | `start_layer_wise_loading`                    | nothing: there is nothing left to load         |
-| `offload`, when pages enter the radix tree    | `PageTiers.save`                              |
+| `offload`, when pages enter the radix tree    | `PageTiers.save`, when their numbers are here |
 | `num_completed_offloads`, in every step       | `PageTiers.step`, `saves_ended`               |
 | `reset`, when its cache is flushed            | `PageTiers.reset`                             |
 
@@ -14,6 +14,10 @@ found, and on how many offloads have ended. Nothing here waits inside of those. 
 answer alike without being asked together is what `load` and `offload` return. So with several ranks
 both say yes always, what `lookup` counts was verified, and a load that fails even so is reported
 when SGLang asks all ranks for its end.
+
+SGLang names pages in tensors on the device. To read them is to wait for its stream, and so perhaps
+for its step: `load` does so, as it waits for its copies anyway. `offload` lets the numbers come; it
+is a later call that begins the save.
 
 The one rule: where there are no tiers, for whatever reason, every call answers as if nothing were
 cached, and SGLang goes on.
@@ -24,7 +28,8 @@ cached, and SGLang goes on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
@@ -61,6 +66,13 @@ class LoadedLayers:
         """SGLang is about to compute a layer."""
 
 
+class _Offered(NamedTuple):
+    """Pages that are to be saved."""
+
+    hashes: Sequence[str]
+    numbers: pools.PageNumbers
+
+
 class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Penstock's tiers below SGLang's radix cache, for one rank."""
 
@@ -84,6 +96,8 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._tiers: PageTiers | None = None
         self._waiting: WaitingRequests | None = None
         self._events: PageEvents | None = None
+        self._offered: deque[_Offered] = deque()
+        """Pages whose numbers are on their way from the device."""
         self._loaded: set[str] = set()
         """Requests that were loaded for the step that is being put together."""
         self._failed = False
@@ -151,7 +165,7 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._follow_step()
         if self._events is not None:
             self._events.name(pages.keys)
-        if self._tiers.load(rid, pages.keys, self._numbers(pages)):
+        if self._tiers.load(rid, pages.keys, self._numbers(pages).wait()):
             self._loaded.add(rid)
             return True
         if self._ranks == 1:
@@ -186,13 +200,15 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._follow_step()
         if self._events is not None:
             self._events.name(pages.keys)
-        self._tiers.save(pages.keys, self._numbers(pages))
+        self._offered.append(_Offered(pages.keys, self._numbers(pages)))
+        self._begin_saves()
         return True
 
     def num_completed_offloads(self) -> int:
         """How many have ended: SGLang asks in every step, in which the copies go on."""
         if self._tiers is None:
             return 0
+        self._begin_saves()
         self._tiers.step()
         if self._report is not None:
             self._report.show()
@@ -208,12 +224,14 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self) -> None:
         """SGLang's cache was flushed, perhaps for new weights."""
         self._loaded.clear()
+        self._offered.clear()
         self._failed = False
         if self._tiers is not None:
             self._tiers.reset("SGLang's cache was flushed")
 
     def close(self) -> None:
         """Gives the memory back; nothing touches SGLang's afterwards."""
+        self._offered.clear()
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
@@ -225,11 +243,16 @@ class PenstockLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._on_gpu and steps is not None:
             steps.submitted(self.forward_stream.cuda_stream)
 
-    def _numbers(self, pages: Any) -> list[int]:
+    def _begin_saves(self) -> None:
+        """Begins with the pages that were offered first, as far as it is known where they lie."""
+        assert self._tiers is not None
+        while self._offered and self._offered[0].numbers.ready:
+            offered = self._offered.popleft()
+            self._tiers.save(offered.hashes, offered.numbers.wait())
+
+    def _numbers(self, pages: Any) -> pools.PageNumbers:
         """The device pages of a transfer, which names all of their tokens."""
-        firsts: torch.Tensor = pages.device_indices[:: self._page_tokens]
-        numbers: list[int] = (firsts // self._page_tokens).tolist()
-        return numbers
+        return pools.PageNumbers(pages.device_indices, self._page_tokens)
 
 
 def _place(params: Any) -> tuple[int, int]:

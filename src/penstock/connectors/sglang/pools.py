@@ -17,6 +17,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
 from penstock.connectors.base.keys import AdapterFiles
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -25,8 +27,6 @@ from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
 
 HEADS = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
 LATENT = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
@@ -116,6 +116,36 @@ def tier_of(pool: Any, page_tokens: int) -> TensorTier:
     return TensorTier.of(
         [TensorGroup(kind=_kind(pool), layers=layers, heads=heads)], block_tokens=page_tokens
     )
+
+
+class PageNumbers:
+    """Which device pages the tokens of a transfer lie in, as they come from the device.
+
+    They are made in torch's current stream, and are ready when all work before has ended there.
+    """
+
+    __slots__ = ("_event", "_numbers")
+
+    def __init__(self, tokens: torch.Tensor, page_tokens: int) -> None:
+        """Begins to bring the numbers of the pages; `tokens` names all tokens of each page."""
+        numbers = tokens[::page_tokens] // page_tokens
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether nobody has to wait for them."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[int]:
+        """The numbers, at once if they are ready."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._numbers.tolist()
+        return numbers
 
 
 def _pages(tensor: torch.Tensor, page_tokens: int) -> torch.Tensor:
