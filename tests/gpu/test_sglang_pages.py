@@ -142,6 +142,8 @@ def test_a_damaged_page_is_not_loaded(rig: Rig) -> None:
 
 def test_the_numbers_of_pages_come_while_nobody_waits() -> None:
     tokens = torch.arange(3 * PAGE, 6 * PAGE, device="cuda")
+    # The first call loads kernels and gets memory, which may wait for the device.
+    assert pools.PageNumbers(tokens, PAGE).wait() == [3, 4, 5]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(LONG_CYCLES)
