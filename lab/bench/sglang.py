@@ -115,6 +115,9 @@ def _side(name: str, place: Path, python: Path, tokens: int, prompts: int) -> Sg
     stored_gib = (prompts + 2) * pages * block_bytes(PAGE_TOKENS) / (1 << 30)
     asked = {"model": str(place / "model"), "folder": str(folder), "pages": pages}
     asked["gib"] = round(4 * stored_gib, 3)
+    # Below HiCache it holds what is on its way. The linker's own is where pages stay until a step
+    # has begun to write them, and here steps take seconds.
+    asked["host_pages"] = 2 * pages if name == "penstock storage" else (prompts + 2) * pages
     count = (lambda: _files(folder)) if "penstock" not in name else (lambda: _live(folder))
     return SglangSide(name, python, folder, asked, count)
 

@@ -51,8 +51,8 @@ write = "write_through"
 
 def options_of(asked: dict[str, Any]) -> dict[str, Any]:
     """What SGLang is told about caches; all else is the same on every side."""
-    side, folder, pages = asked["side"], asked["folder"], asked["pages"]
-    toml = TOML.format(pages=2 * pages, folder=folder, gib=asked["gib"])
+    side, folder = asked["side"], asked["folder"]
+    toml = TOML.format(pages=asked["host_pages"], folder=folder, gib=asked["gib"])
     hicache = {
         "enable_hierarchical_cache": True,
         "hicache_ratio": 2.0,

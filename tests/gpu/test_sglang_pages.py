@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,9 @@ class Rig:
 
     def save(self, hashes: list[str], pages: list[int]) -> None:
         self.tiers.save(hashes, pages)
+        give_up = time.monotonic() + 30.0
         while not self.tiers.saves_ended():
+            assert time.monotonic() < give_up, "the save does not end"
             self.tiers.step()
         assert self.tiers.take_saved()
 
