@@ -70,7 +70,7 @@ OPTIONS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_cuda_graph": True,
-    "mem_fraction_static": 0.8,
+    "mem_fraction_static": 0.9,
 }
 MODEL = """
 import json, sys
