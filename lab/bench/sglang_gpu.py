@@ -47,6 +47,8 @@ ALL = PROMPTS + 2 * POOL
 TAIL_TOKENS = 16
 """After whole pages, so that all of them can be found: the last token is always computed."""
 ANSWER_TOKENS = 8
+LOGPROB_MAX = 1e-3
+"""Hits compute the same steps; what is right differs by nothing at all."""
 WARM_SEED = 1_000_000
 DECODE = {"count": 24, "tokens": 512, "answer": 64}
 SMALL: dict[str, Any] = {
@@ -195,14 +197,8 @@ class _Bench:
             for side in self._engines:
                 rounds.setdefault(side, []).append(found[side])
                 self._tell(side, f"round {number}", found[side])
-        for side in self._engines:
-            params = {"shape": self._plan.shape, "tokens": self._plan.tokens}
-            again = [each for found in rounds[side][1:] for each in found]
-            for metric, answers in (("first token, computed", rounds[side][0]), ("again", again)):
-                self._row(side, params, metric, "s", [each["first_s"] for each in answers])
-            self._row(side, params, "found again", "tokens", [each["cached"] for each in again])
-        self._check({side: rounds[side] for side in self._engines})
-        self._compare({side: rounds[side][1:] for side in self._engines})
+        living = {side: found for side, found in rounds.items() if side in self._engines}
+        tell(self._report, living, shape=self._plan.shape, tokens=self._plan.tokens)
 
     def decode(self) -> None:
         """Answers of many new prompts at once, which are saved meanwhile."""
@@ -212,7 +208,7 @@ class _Bench:
             for side, answer in self._each(asked, f"decode {number}").items():
                 spent.setdefault(side, []).append(answer["tokens_per_s"])
         for side in self._engines:
-            self._row(side, {**DECODE}, "answers", "tokens/s", spent[side][1:])
+            _row(self._report, side, {**DECODE}, "answers", "tokens/s", spent[side][1:])
 
     def _prompt(self, seed: int) -> dict[str, Any]:
         tokens = self._plan.tokens + TAIL_TOKENS
@@ -240,48 +236,97 @@ class _Bench:
             f"memory {[each['host'] for each in answers]}"
         )
 
-    def _check(self, rounds: Mapping[str, Sequence[Sequence[dict[str, Any]]]]) -> None:
-        """Answers and log-probabilities beside those of prompts that are found on the device."""
-        if OWN not in rounds:
-            self._report.add_note(f"without {OWN!r} nothing says which answers are right")
-            return
-        computed, *found = rounds[OWN]
-        self._report.add_note(f"{OWN}: computed against found: {_apart(computed, found[0])}")
-        for side, (_, *again) in rounds.items():
-            for number, (answers, right) in enumerate(zip(again, found, strict=True), 1):
-                if side != OWN:
-                    self._report.add_note(
-                        f"{side}, round {number} against {OWN}: {_apart(answers, right)}"
-                    )
 
-    def _compare(self, rounds: Mapping[str, Sequence[Sequence[dict[str, Any]]]]) -> None:
-        for other, most in ((PLAIN, 0.9), (HICACHE, 1.0)):
-            if OURS in rounds and other in rounds:
-                ratio = median(
-                    ours["first_s"] / theirs["first_s"]
-                    for here, there in zip(rounds[OURS], rounds[other], strict=True)
-                    for ours, theirs in zip(here, there, strict=True)
-                )
-                self._report.add_ratio(
-                    f"first token of {self._plan.tokens} tokens again: {OURS} / {other}",
-                    ratio,
-                    at_most=most,
-                )
-
-    def _row(
-        self, side: str, params: dict[str, Any], metric: str, unit: str, samples: list[float]
-    ) -> None:
-        self._report.add_row(
-            bench="sglang-gpu",
-            side=side,
-            params=params,
-            metric=metric,
-            unit=unit,
-            summary=summarize(samples),
-        )
+def tell(
+    report: BenchReport,
+    rounds: Mapping[str, Sequence[Sequence[dict[str, Any]]]],
+    *,
+    shape: str,
+    tokens: int,
+) -> None:
+    """Adds what each side answered in each round; compares those that found it and were right."""
+    right: dict[str, list[dict[str, Any]]] = {}
+    for side, (computed, *later) in rounds.items():
+        again = [each for found in later for each in found]
+        params = {"shape": shape, "tokens": tokens}
+        _row(report, side, params, "first token, computed", "s", _of(computed, "first_s"))
+        _row(report, side, params, "first token again", "s", _of(again, "first_s"))
+        _row(report, side, params, "found again", "tokens", _of(again, "cached"))
+        if _is_right(report, side, again, rounds.get(OWN), tokens=tokens):
+            right[side] = again
+    for other, most in ((PLAIN, 0.9), (HICACHE, 1.0)):
+        if OURS in right and other in right:
+            ratio = median(
+                ours["first_s"] / theirs["first_s"]
+                for ours, theirs in zip(right[OURS], right[other], strict=True)
+            )
+            name = f"first token of {tokens} tokens again: {OURS} / {other}"
+            report.add_ratio(name, ratio, at_most=most)
 
 
-def _apart(some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+def _is_right(
+    report: BenchReport,
+    side: str,
+    again: Sequence[dict[str, Any]],
+    own: Sequence[Sequence[dict[str, Any]]] | None,
+    *,
+    tokens: int,
+) -> bool:
+    """Whether a side found what it should, and answered as SGLang does with its own hits."""
+    if side == PLAIN:
+        return True
+    found = min(each["cached"] for each in again)
+    if found < tokens:
+        _note(report, f"{side} is not compared: it found {found} of {tokens} tokens")
+    if own is None:
+        _note(report, f"without {OWN!r} nothing says whether {side} is right")
+        return found >= tokens
+    computed, *later = own
+    hits = [each for answers in later for each in answers]
+    if side == OWN:
+        # How much another way to compute the same changes: the scale for what follows.
+        equal, largest = _apart(list(computed) * len(later), hits)
+    else:
+        equal, largest = _apart(again, hits)
+    right = side == OWN or (equal == len(again) and largest <= LOGPROB_MAX)
+    than = "what it computed" if side == OWN else OWN
+    _note(
+        report,
+        f"{'' if right else 'WRONG: '}{side}: {equal} of {len(again)} answers equal those of "
+        f"{than}, log-probabilities differ by {largest:.2g}",
+    )
+    return right and found >= tokens
+
+
+def _note(report: BenchReport, line: str) -> None:
+    """Says it at once, too: what follows may take long, or fail."""
+    report.progress(line)
+    report.add_note(line)
+
+
+def _of(answers: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [each[name] for each in answers]
+
+
+def _row(
+    report: BenchReport,
+    side: str,
+    params: dict[str, Any],
+    metric: str,
+    unit: str,
+    samples: list[float],
+) -> None:
+    report.add_row(
+        bench="sglang-gpu",
+        side=side,
+        params=params,
+        metric=metric,
+        unit=unit,
+        summary=summarize(samples),
+    )
+
+
+def _apart(some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> tuple[int, float]:
     """How many answers are equal, and the largest difference of a log-probability.
 
     Up to the first token that differs: after it, other things are computed.
@@ -295,4 +340,4 @@ def _apart(some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> 
             if token != other_token:
                 break
             largest = max(largest, abs(score - other_score))
-    return f"{equal} of {len(some)} answers equal, log-probabilities differ by {largest:.2g}"
+    return equal, largest
