@@ -275,9 +275,11 @@ def _is_right(
     """Whether a side found what it should, and answered as SGLang does with its own hits."""
     if side == PLAIN:
         return True
-    found = min(each["cached"] for each in again)
+    # What was still on the device says nothing about what is below it.
+    found: int = min(each["cached" if side == OWN else "host"] for each in again)
     if found < tokens:
-        _note(report, f"{side} is not compared: it found {found} of {tokens} tokens")
+        where = "" if side == OWN else " below the device"
+        _note(report, f"{side} is not compared: it found {found} of {tokens} tokens{where}")
     if own is None:
         _note(report, f"without {OWN!r} nothing says whether {side} is right")
         return found >= tokens

@@ -15,7 +15,7 @@ TOKENS = 4096
 def rounds_of(seconds: float, *, cached: int = TOKENS, score: float = -1.0) -> list[list[Any]]:
     """A round that computes two prompts, and one in which they come again."""
     computed = {"first_s": 0.2, "cached": 0, "scores": [[7, -1.05]]}
-    again = {"first_s": seconds, "cached": cached, "scores": [[7, score]]}
+    again = {"first_s": seconds, "cached": cached, "host": cached, "scores": [[7, score]]}
     return [[computed] * 2, [again] * 2]
 
 
@@ -57,5 +57,5 @@ def test_a_side_that_computed_what_it_should_find_is_not_compared() -> None:
         plain=rounds_of(0.2, cached=0), own=rounds_of(0.01), ours=rounds_of(0.1, cached=64)
     )
 
-    assert "penstock is not compared: it found 64 of 4096 tokens" in text
+    assert "penstock is not compared: it found 64 of 4096 tokens below the device" in text
     assert "penstock / plain" not in text
