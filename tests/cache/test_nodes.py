@@ -159,7 +159,7 @@ def test_chains_are_numbered_one_by_one_also_after_others_left_in_pieces(table: 
         leaving = len(nodes) if turn > 40 else 0
         while leaving:
             chains[0], end = chains[0][:-leaving], chains[0][-leaving:]
-            table.remove_all(end[::-1])
+            table.remove_all(end[::-1], table.keys_of(end[::-1].tolist()))
             leaving -= len(end)
             if not len(chains[0]):
                 chains.pop(0)
@@ -203,7 +203,7 @@ def test_a_node_with_a_copy_stays(table: NodeTable) -> None:
 def test_a_whole_chain_is_removed_at_once(table: NodeTable) -> None:
     nodes = table.add_chain(keys(5), parent=NOWHERE, tenant=0)
 
-    left = table.remove_all(nodes)
+    left = table.remove_all(nodes, table.keys_of(nodes.tolist()))
 
     assert left == []
     assert len(table) == 0
@@ -214,7 +214,7 @@ def test_removing_the_end_of_a_chain_names_the_hollow_block_before_it(table: Nod
     nodes = table.add_chain(keys(4), parent=NOWHERE, tenant=0)
     place(table, nodes[:1])
 
-    left = table.remove_all(nodes[2:])
+    left = table.remove_all(nodes[2:], table.keys_of(nodes[2:].tolist()))
 
     assert left == [int(nodes[1])]
     assert len(table.match(keys(4))) == 2
@@ -225,7 +225,7 @@ def test_nothing_is_removed_at_once_when_another_block_follows(table: NodeTable)
     place(table, nodes[3:])
     followers_before = table.child_count[nodes].tolist()
 
-    left = table.remove_all(nodes[:3])
+    left = table.remove_all(nodes[:3], table.keys_of(nodes[:3].tolist()))
 
     assert sorted(left) == sorted(nodes[:3].tolist())
     assert len(table) == 4

@@ -22,7 +22,7 @@ NEVER = float("-inf")
 """The time of a node that has none."""
 _NOTED_MIN = 64
 """With fewer nodes than this, nothing is sorted again."""
-_NOBODY = np.empty(0, dtype=np.int32)
+_NOBODY = np.empty(0, dtype=np.intp)
 """No nodes."""
 _GLANCE = 256
 """How many sorted nodes are looked at in one go."""
@@ -34,12 +34,12 @@ class Expiries:
     def __init__(self, capacity: int = 0) -> None:
         self._until = np.full(capacity, NEVER)
         """Node to the time that was given it last."""
-        self._heap: list[tuple[float, int, NDArray[np.int32]]] = []
+        self._heap: list[tuple[float, int, NDArray[np.intp]]] = []
         """Nodes that got their time by one call; the number keeps arrays from being compared."""
         self._calls = 0
         self._noted = 0
         """Nodes in the heap."""
-        self._sorted = np.empty(0, dtype=np.int32)
+        self._sorted = np.empty(0, dtype=np.intp)
         """Nodes by their times, which are in `_times`; from `_first` on."""
         self._times = np.empty(0)
         self._first = 0
@@ -56,9 +56,9 @@ class Expiries:
             until[: len(self._until)] = self._until
             self._until = until
 
-    def extend(self, nodes: NDArray[np.int32], until: float) -> NDArray[np.int32]:
+    def extend(self, nodes: NDArray[np.intp], until: float) -> NDArray[np.intp]:
         """Gives nodes time; those of them that had less, which are the ones that now have it."""
-        longer: NDArray[np.int32] = nodes[self._until[nodes] < until]
+        longer: NDArray[np.intp] = nodes[self._until[nodes] < until]
         if not len(longer):
             return longer
         self._until[longer] = until
@@ -69,7 +69,7 @@ class Expiries:
             self._sort()
         return longer
 
-    def forget(self, nodes: NDArray[np.int32]) -> None:
+    def forget(self, nodes: NDArray[np.intp]) -> None:
         """These numbers mean other blocks from now on, which have no time yet."""
         if self._calls:  # Before the first time was given, there is nothing to forget.
             self._until[nodes] = NEVER
@@ -90,7 +90,7 @@ class Expiries:
             times.append(float(self._times[self._first]))
         return min(times, default=None)
 
-    def pop_passed(self, now: float) -> NDArray[np.int32]:
+    def pop_passed(self, now: float) -> NDArray[np.intp]:
         """The nodes whose time has passed; they have none from now on."""
         due = self._first < len(self._sorted) and self._times[self._first] <= now
         if not due and not (self._heap and self._heap[0][0] <= now):
@@ -108,18 +108,18 @@ class Expiries:
         return passed
 
     def _counting(
-        self, nodes: NDArray[np.int32], times: float | NDArray[np.float64]
+        self, nodes: NDArray[np.intp], times: float | NDArray[np.float64]
     ) -> NDArray[np.bool_]:
         counting: NDArray[np.bool_] = self._until[nodes] == times
         return counting
 
-    def _pop(self) -> tuple[float, NDArray[np.int32]]:
+    def _pop(self) -> tuple[float, NDArray[np.intp]]:
         until, _, nodes = heappop(self._heap)
         self._noted -= len(nodes)
         return until, nodes
 
     def _sort(self) -> None:
-        nodes = np.flatnonzero(self._until != NEVER).astype(np.int32)
+        nodes = np.flatnonzero(self._until != NEVER).astype(np.intp)
         order = np.argsort(self._until[nodes], kind="stable")
         self._sorted, self._first = nodes[order], 0
         self._times = self._until[self._sorted]

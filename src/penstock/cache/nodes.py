@@ -58,7 +58,7 @@ class NodeTable:
         """Key to node: the index proper."""
         self.keys: list[Key | None] = [None] * capacity
         """Node to key; `None` where no node is."""
-        self.parent = np.full(capacity, NOWHERE, dtype=np.int32)
+        self.parent = np.full(capacity, NOWHERE, dtype=np.intp)
         """The node of the block before, if it is known."""
         self.child_count = np.zeros(capacity, dtype=np.int32)
         """How many nodes follow directly, in whatever tier."""
@@ -104,7 +104,7 @@ class NodeTable:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def match(self, keys: Sequence[Key]) -> NDArray[np.int32]:
+    def match(self, keys: Sequence[Key]) -> NDArray[np.intp]:
         """The nodes of the longest prefix of `keys` that is known, hollow ones included."""
         if len(keys) > _FEW_BLOCKS:
             path = self._path_to_last_known(keys)
@@ -118,18 +118,18 @@ class NodeTable:
             found.append(node)
         if len(set(found)) != len(found):
             raise ValueError("keys: a key occurs twice")
-        return np.array(found, dtype=np.int32)
+        return np.array(found, dtype=np.intp)
 
-    def path_to(self, node: int) -> NDArray[np.int32]:
+    def path_to(self, node: int) -> NDArray[np.intp]:
         """The nodes that lead to a node, as far back as they are known, and the node itself."""
-        runs: list[NDArray[np.int32]] = []
+        runs: list[NDArray[np.intp]] = []
         while node != NOWHERE:
             first = node - self.run_view[node]
-            runs.append(np.arange(first, node + 1, dtype=np.int32))
+            runs.append(np.arange(first, node + 1, dtype=np.intp))
             node = self.parent_view[first]
-        return np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.int32)
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.intp)
 
-    def _path_to_last_known(self, keys: Sequence[Key]) -> NDArray[np.int32] | None:
+    def _path_to_last_known(self, keys: Sequence[Key]) -> NDArray[np.intp] | None:
         """Finds a known block whose successor is unknown, and the nodes that lead to it.
 
         Returns `None` if its chain does not reach back to the first key: then some block
@@ -175,7 +175,7 @@ class NodeTable:
             raise InvariantViolation(f"node {nodes[keys.index(None)]} is not known")
         return cast("list[Key]", keys)
 
-    def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
+    def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.intp]:
         """Adds unknown keys that follow each other, the first one after `parent`.
 
         The nodes have no copies yet: the caller places one before anything else happens.
@@ -193,14 +193,14 @@ class NodeTable:
             return nodes
         # Most often they are numbered one by one, and a slice is written in a fifth of the time.
         breaks = ((nodes[1:] - nodes[:-1] != 1).nonzero()[0] + 1).tolist()
-        place: slice | NDArray[np.int32] = nodes
+        place: slice | NDArray[np.intp] = nodes
         if breaks:
             for number, key in zip(numbers, keys, strict=True):
                 self.keys[number] = key
         else:
             place = slice(numbers[0], numbers[-1] + 1)
             self.keys[place] = keys
-        before = np.empty(count, dtype=np.int32)
+        before = np.empty(count, dtype=np.intp)
         before[0], before[1:] = parent, nodes[:-1]
         self.parent[place] = before
         self.child_count[place] = 1
@@ -221,7 +221,7 @@ class NodeTable:
 
     def add_forest(
         self, keys: Sequence[Key], parents: Sequence[Key | None], *, tenant: int
-    ) -> NDArray[np.int32]:
+    ) -> NDArray[np.intp]:
         """Adds unknown keys of many chains at once, those of a chain one after the other.
 
         A block that comes before one of them is known, or among `keys` itself. The nodes have no
@@ -239,7 +239,7 @@ class NodeTable:
         for number, key in zip(numbers, keys, strict=True):
             self.keys[number] = key
         ids = self.ids
-        before = np.array([NOWHERE if key is None else ids[key] for key in parents], np.int32)
+        before = np.array([NOWHERE if key is None else ids[key] for key in parents], np.intp)
         for array in (self.child_count, self.copy_count, self.hits, self.pins, self.priority):
             array[nodes] = 0
         self.parent[nodes] = before
@@ -249,22 +249,22 @@ class NodeTable:
             self.outdated[nodes] = 0
         np.add.at(self.child_count, before[before != NOWHERE], _ONE)
         self.tenant[nodes] = tenant
-        place = np.arange(count, dtype=np.int32)
+        place = np.arange(count, dtype=np.intp)
         follows = np.zeros(count, dtype=bool)
         follows[1:] = (before[1:] == nodes[:-1]) & (nodes[1:] - nodes[:-1] == 1)
         self.run[nodes] = place - np.maximum.accumulate(np.where(follows, 0, place))
         return nodes
 
-    def _runs(self, numbers: list[int], breaks: list[int], parent: int) -> NDArray[np.int32]:
+    def _runs(self, numbers: list[int], breaks: list[int], parent: int) -> NDArray[np.intp]:
         """For each of some new nodes, how many before it are its ancestors, one by one."""
-        run = np.arange(len(numbers), dtype=np.int32)
+        run = np.arange(len(numbers), dtype=np.intp)
         for first, end in pairwise([*breaks, len(numbers)]):
             run[first:end] -= first
         if parent != NOWHERE and numbers[0] == parent + 1:
             run[: breaks[0] if breaks else len(numbers)] += self.run_view[parent] + 1
         return run
 
-    def remove_all(self, nodes: NDArray[np.int32]) -> list[int]:
+    def remove_all(self, nodes: NDArray[np.intp], keys: Sequence[Key]) -> list[int]:
         """Removes nodes without copies at once, if nothing but each other follows them.
 
         Returns the nodes that stay because something else follows one of them: these are
@@ -272,25 +272,23 @@ class NodeTable:
         """
         if not len(nodes):
             return []
-        parents = self.parent.take(nodes)
+        parents = self.parent[nodes]
         inner = parents[parents != NOWHERE]
         np.subtract.at(self.child_count, inner, _ONE)
         numbers: list[int] = nodes.tolist()
-        if np.count_nonzero(self.child_count.take(nodes)):
+        if np.count_nonzero(self.child_count[nodes]):
             np.add.at(self.child_count, inner, _ONE)
             return numbers
-        for key in self.keys_of(numbers):
+        for key, number in zip(keys, numbers, strict=True):
             del self.ids[key]
-        for number in numbers:
             self.keys[number] = None
         self.parent[nodes] = NOWHERE
         self._unused.give_back(nodes)
         # Of a chain, deepest first, only the parent of the last node is not removed itself.
-        ends = np.ones(len(nodes), dtype=bool)
-        np.not_equal(parents[:-1], nodes[1:], out=ends[:-1])
+        ends = parents[:-1][parents[:-1] != nodes[1:]].tolist()
         return [
             before
-            for before in parents[ends].tolist()
+            for before in (*ends, int(parents[-1]))
             if before != NOWHERE
             and self.keys[before] is not None
             and not (self.copy_count[before] or self.child_count[before])
@@ -308,22 +306,22 @@ class NodeTable:
             del self.ids[key]
             self.keys[node] = None
             self.parent[node] = NOWHERE
-            self._unused.give_back(np.array([node], dtype=np.int32))
+            self._unused.give_back(np.array([node], dtype=np.intp))
             removed.append(key)
             if parent != NOWHERE:
                 self.child_count[parent] -= 1
             node = parent
         return removed
 
-    def add_copies(self, nodes: NDArray[np.int32]) -> None:
+    def add_copies(self, nodes: NDArray[np.intp]) -> None:
         """One more tier has a copy of each of these nodes."""
-        before = self.copy_count.take(nodes)
+        before = self.copy_count[nodes]
         self.copy_count[nodes] = before + _ONE_COPY
         self._copied += len(nodes) - int(np.count_nonzero(before))
 
-    def drop_copies(self, nodes: NDArray[np.int32]) -> None:
+    def drop_copies(self, nodes: NDArray[np.intp]) -> None:
         """One tier less has a copy of each of these nodes."""
-        left = self.copy_count.take(nodes) - _ONE_COPY
+        left = self.copy_count[nodes] - _ONE_COPY
         self.copy_count[nodes] = left
         self._copied -= len(nodes) - int(np.count_nonzero(left))
         if self._has_outdated:
@@ -334,24 +332,24 @@ class NodeTable:
         self.weights_now = number
         self.is_mixed = True
 
-    def of_weights_now(self, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    def of_weights_now(self, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those of some nodes that were computed with the weights of now."""
         return nodes[self.weights[nodes] == self.weights_now] if self.is_mixed else nodes
 
     def outdate_all(self, tier: int) -> None:
         """Every block that has a copy now is older than what may be written into a tier."""
-        self.outdate(np.flatnonzero(self.copy_count).astype(np.int32), tier)
+        self.outdate(np.flatnonzero(self.copy_count).astype(np.intp), tier)
 
-    def outdate(self, nodes: NDArray[np.int32], tier: int) -> None:
+    def outdate(self, nodes: NDArray[np.intp], tier: int) -> None:
         """These blocks are older than what may be written into a tier."""
         self.outdated[nodes] |= 1 << tier % _TIER_BITS
         self._has_outdated = True
 
-    def not_outdated(self, nodes: NDArray[np.int32], tier: int) -> NDArray[np.int32]:
+    def not_outdated(self, nodes: NDArray[np.intp], tier: int) -> NDArray[np.intp]:
         """Those of some nodes that may be written into a tier."""
         if not self._has_outdated:
             return nodes
-        may: NDArray[np.int32] = nodes[self.outdated[nodes] & 1 << tier % _TIER_BITS == 0]
+        may: NDArray[np.intp] = nodes[self.outdated[nodes] & 1 << tier % _TIER_BITS == 0]
         return may
 
     def hollow_count(self) -> int:
@@ -378,12 +376,12 @@ class _Numbers:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._next = np.arange(capacity, dtype=np.int32)
+        self._next = np.arange(capacity, dtype=np.intp)
         """Numbers in the order in which they are given out."""
-        self._back: deque[NDArray[np.int32]] = deque()
+        self._back: deque[NDArray[np.intp]] = deque()
         self.count = capacity
 
-    def take(self, count: int) -> NDArray[np.int32]:
+    def take(self, count: int) -> NDArray[np.intp]:
         """Numbers for new nodes; the caller made sure that there are enough."""
         while len(self._next) < count:
             self._sort(count)
@@ -391,15 +389,13 @@ class _Numbers:
         self.count -= count
         return numbers
 
-    def give_back(self, numbers: NDArray[np.int32]) -> None:
+    def give_back(self, numbers: NDArray[np.intp]) -> None:
         self._back.append(numbers)
         self.count += len(numbers)
 
     def grow(self, capacity: int) -> None:
         """Adds the numbers up to `capacity`; there were half as many."""
-        self._next = np.concatenate(
-            (self._next, np.arange(capacity // 2, capacity, dtype=np.int32))
-        )
+        self._next = np.concatenate((self._next, np.arange(capacity // 2, capacity, dtype=np.intp)))
         self.count += capacity // 2
 
     def _sort(self, wanted: int) -> None:

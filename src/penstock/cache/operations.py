@@ -71,15 +71,15 @@ class Operation:
     target: int
     """Tier index."""
     keys: list[Key]
-    source_slots: NDArray[np.int32]
-    target_slots: NDArray[np.int32]
+    source_slots: NDArray[np.intp]
+    target_slots: NDArray[np.intp]
     """Slots are the operation's hold on blocks: as long as it holds one, the pool says what
     lies there. Device slots of an engine that offloads are its own, one row a KV group."""
     waiting_ranks: set[int]
     deadline: float
     cause: str
     """The request or event behind it."""
-    onward: NDArray[np.int32] | None = None
+    onward: NDArray[np.intp] | None = None
     """For a stage: the device slots to load into afterwards, `NOWHERE` where none waits."""
     waiters: set[LeaseId] = field(default_factory=set)
     faults: dict[int, BlockFault] = field(default_factory=dict)

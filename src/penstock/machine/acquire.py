@@ -58,7 +58,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     _refuse_if_full(books, event, block_count)
     found, miss, recomputed = match(books, event, now)
     here = found.source == DEVICE
-    held = device.slot_of.take(found.nodes[here])
+    held = device.slot_of[found.nodes[here]]
     wanted = block_count - len(held)
     device.pool.hold(held)
     room = device.plan_room(wanted, tenant)
@@ -70,7 +70,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         raise CapacityError(tier=device.name, wanted=wanted, available=room.slot_count)
     slots, saves = _take_slots(books, room, wanted, found, event, now)
     device.pool.hold(slots)
-    table = np.empty(block_count, dtype=np.int32)
+    table = np.empty(block_count, dtype=np.intp)
     matched = len(found.nodes)
     table[:matched][here] = held
     arriving = (~here).nonzero()[0]
@@ -101,7 +101,7 @@ def _room_to_wait_for(wanted: int, found: Finding, event: Acquire) -> int:
 
 def _take_slots(
     books: Books, room: Room, wanted: int, found: Finding, event: Acquire, now: float
-) -> tuple[NDArray[np.int32], list[Operation]]:
+) -> tuple[NDArray[np.intp], list[Operation]]:
     """Evicts what was planned, and takes the slots; those of blocks that are still saved come last.
 
     There are no more of these than blocks to be computed, which wait until they are saved.
@@ -116,7 +116,7 @@ def _take_slots(
         return device.pool.take(wanted), []
     assert hub is not None
     # What it has found is not evicted for what it evicts.
-    mine = hub.slot_of.take(found.nodes)
+    mine = hub.slot_of[found.nodes]
     mine = mine[mine != NOWHERE]
     hub.pool.hold(mine)
     saved, saves = writes.save_evicted(books, room.victims, most, now, event.request)
@@ -134,7 +134,7 @@ def _take_slots(
 
 
 def _new_lease(
-    books: Books, event: Acquire, tenant: int, table: NDArray[np.int32], matched: int, miss: Miss
+    books: Books, event: Acquire, tenant: int, table: NDArray[np.intp], matched: int, miss: Miss
 ) -> LeaseRecord:
     lease = LeaseRecord(
         id=LeaseId(books.lease_next),
@@ -190,9 +190,9 @@ def _refuse_if_full(books: Books, event: Acquire, block_count: int) -> None:
     if block_count <= unheld:
         return
     nodes = books.nodes.match(_useful(books, event))
-    slots = device.slot_of.take(nodes)
+    slots = device.slot_of[nodes]
     slots = slots[slots != NOWHERE]
-    shared = int(np.count_nonzero(device.pool.holders.take(slots)))
+    shared = int(np.count_nonzero(device.pool.holders[slots]))
     if block_count <= unheld + shared:
         return
     books.counters.requests_refused += 1
@@ -271,7 +271,7 @@ def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
     books.nodes.hits[nodes] += _ONE
     books.revive(nodes)
     for tier in books.owned_tiers():
-        here = nodes[tier.slot_of.take(nodes) != NOWHERE]
+        here = nodes[tier.slot_of[nodes] != NOWHERE]
         if len(here):
             tier.touch(here, tick=books.tick)
     if event.priority or event.ttl_s is not None:
@@ -279,7 +279,7 @@ def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
         books.hint(nodes, event.priority, until)
 
 
-def _rejoin(tier: Tier, nodes: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+def _rejoin(tier: Tier, nodes: NDArray[np.intp], slots: NDArray[np.intp]) -> None:
     """A block on its way out is matched again at once; its copy goes on, it stays."""
     if not tier.pool.leaving_count:
         return
@@ -325,7 +325,7 @@ def bring(
     lease: LeaseRecord,
     found: Finding,
     rest: Finding,
-    held: NDArray[np.int32],
+    held: NDArray[np.intp],
     event: Acquire,
     now: float,
 ) -> None:
@@ -344,8 +344,8 @@ def bring(
 def _load_from_hub(
     books: Books,
     hub: Tier,
-    nodes: NDArray[np.int32],
-    targets: NDArray[np.int32],
+    nodes: NDArray[np.intp],
+    targets: NDArray[np.intp],
     deadline: float,
     cause: str,
 ) -> list[Operation]:
@@ -371,8 +371,8 @@ def _load_from_hub(
 def stage(
     books: Books,
     source: Tier,
-    nodes: NDArray[np.int32],
-    onward: NDArray[np.int32] | None,
+    nodes: NDArray[np.intp],
+    onward: NDArray[np.intp] | None,
     deadline: float,
     cause: str,
     now: float,
@@ -406,7 +406,7 @@ def stage(
     return started
 
 
-def _share_loads(books: Books, lease: LeaseRecord, held: NDArray[np.int32]) -> None:
+def _share_loads(books: Books, lease: LeaseRecord, held: NDArray[np.intp]) -> None:
     """Waits for copies that other requests started into slots of this lease."""
     if not books.ledger.operations:
         return
@@ -497,7 +497,7 @@ def _match_more(books: Books, lease: LeaseRecord, wanted: Acquire, now: float) -
     # What others have brought to the device, or computed there, since it was asked for.
     here = rest.source == DEVICE
     device = books.device
-    held = device.slot_of.take(rest.nodes[here])
+    held = device.slot_of[rest.nodes[here]]
     device.pool.hold(held)
     places = first + here.nonzero()[0]
     own = lease.table[places]

@@ -88,7 +88,7 @@ class Backlog:
         self.due.clear()
 
 
-def miss(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> None:
+def miss(books: Books, tier: Tier, nodes: NDArray[np.intp]) -> None:
     """Notes blocks that would be written into a tier now, if it could be used."""
     hub = books.tier(HUB)
     slots = hub.slot_of[nodes]
@@ -193,7 +193,7 @@ class LeaseRecord:
     tenant: int
     era: int
     """Blocks computed before a reset are not published after it."""
-    table: NDArray[np.int32]
+    table: NDArray[np.intp]
     """Device slots in token order."""
     matched_blocks: int
     """How many leading blocks were found rather than computed."""
@@ -229,7 +229,7 @@ class LeaseRecord:
         """Changes the state by the table."""
         self.state = LEASE_TABLE.after(self.state, move, subject=f"lease of {self.request!r}")
 
-    def append(self, slots: NDArray[np.int32]) -> None:
+    def append(self, slots: NDArray[np.intp]) -> None:
         """Adds slots at the end of the table."""
         self.table = np.concatenate((self.table, slots))
 
@@ -304,7 +304,7 @@ class Books:
             blocks_refused_by_tier=[0] * len(self.tiers),
         )
         self.effects: list[Effect] = []
-        self.agenda: list[tuple[Operation, NDArray[np.int32]]] = []
+        self.agenda: list[tuple[Operation, NDArray[np.intp]]] = []
         """Operations that ended within this event, and the device slots they did not fill."""
         self.tick = 0
         """The logical clock: one for each event."""
@@ -335,11 +335,15 @@ class Books:
     def _feed_tiers(self) -> dict[int, list[Tier]]:
         """Tells tiers whose blocks they need not keep; returns the tiers that each one feeds."""
         fed_by = {DEVICE: self._lower[:1], HUB: self._lower[1:]}
+        late = (WriteKind.WRITE_BACK, WriteKind.EXCLUSIVE)
         for feeder, tiers in fed_by.items():
             for tier in tiers:
+                source = self.tiers[feeder]
+                if source is not None and tier.settings.write.kind in late:
+                    source.saves_late = True
                 # What a store gives up, it decides itself.
                 if tier.settings.write.kind is WriteKind.EXCLUSIVE and not tier.settings.stored:
-                    tier.above = self.tiers[feeder]
+                    tier.above = source
         return fed_by
 
     # ---------------------------------------------------------------- finding things
@@ -421,7 +425,7 @@ class Books:
 
     # ---------------------------------------------------------------- blocks come
 
-    def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
+    def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.intp]:
         """Makes unknown blocks known; the caller places a copy at once."""
         nodes = self._add_nodes(keys, parent=parent, tenant=tenant)
         self.departed.discard(keys)
@@ -432,7 +436,7 @@ class Books:
 
     def add_forest(
         self, keys: Sequence[Key], parents: Sequence[Key | None], *, tenant: int
-    ) -> NDArray[np.int32]:
+    ) -> NDArray[np.intp]:
         """Makes unknown blocks of many chains known, each after the one before it.
 
         The caller places copies at once, except of blocks that others of them follow.
@@ -445,12 +449,12 @@ class Books:
             self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
         return nodes
 
-    def _add_nodes(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
+    def _add_nodes(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.intp]:
         nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
         self._fit(nodes)
         return nodes
 
-    def _fit(self, nodes: NDArray[np.int32]) -> None:
+    def _fit(self, nodes: NDArray[np.intp]) -> None:
         """Nodes were added: everything that has an entry for each has room for them."""
         for tier in self.owned_tiers():
             tier.fit()
@@ -489,7 +493,7 @@ class Books:
             if slot != NOWHERE and tier.pool.state[slot] != LEAVING:
                 tier.children[parent] += 1
 
-    def hint(self, nodes: NDArray[np.int32], priority: int, until: float | None) -> None:
+    def hint(self, nodes: NDArray[np.intp], priority: int, until: float | None) -> None:
         """Applies a request's wishes to blocks: the highest priority and the latest end win."""
         if priority:
             self.nodes.priority[nodes] = np.maximum(self.nodes.priority[nodes], priority)
@@ -499,7 +503,7 @@ class Books:
             self.nodes.priority[back] = priority
         self._reprioritize(nodes)
 
-    def let_go(self, nodes: NDArray[np.int32]) -> None:
+    def let_go(self, nodes: NDArray[np.intp]) -> None:
         """Blocks of a chain, its end included, leave before all others: a request expects so.
 
         Those that another one has, and all before them, stay as they are: blocks that a lease or a
@@ -519,7 +523,7 @@ class Books:
             self.counters.blocks_let_go += len(alone)
             self._reprioritize(alone)
 
-    def revive(self, nodes: NDArray[np.int32]) -> None:
+    def revive(self, nodes: NDArray[np.intp]) -> None:
         """Blocks were used: those that were to leave first are like any other again."""
         if self.nodes.hinted:
             back = nodes[self.nodes.priority[nodes] == FIRST_TO_LEAVE]
@@ -527,7 +531,7 @@ class Books:
                 self.nodes.priority[back] = 0
                 self._reprioritize(back)
 
-    def _reprioritize(self, nodes: NDArray[np.int32]) -> None:
+    def _reprioritize(self, nodes: NDArray[np.intp]) -> None:
         self.nodes.hinted = True
         for tier in self.owned_tiers():
             tier.prioritize(nodes)
@@ -589,7 +593,7 @@ class Books:
         *,
         spares: bool = False,
         saving: bool = False,
-    ) -> NDArray[np.int32]:
+    ) -> NDArray[np.intp]:
         """Forgets victims that were set aside in a tier; returns the slots they lay in.
 
         The tier above keeps the `spares`; the slots of blocks that are `saving` are the caller's.
@@ -602,15 +606,15 @@ class Books:
         self._gone(tier, victims, keys, slots, Departure(reason, tier.name, policy, now), cause)
         return slots
 
-    def refused_by(self, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    def refused_by(self, tier: Tier, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those of some blocks that a tier has refused, and that it has not taken since."""
         absent = nodes[tier.slot_of[nodes] == NOWHERE]
         keys = self.nodes.keys_of(absent.tolist())
         refused = [self.departed.refused_by(key) == tier.name for key in keys]
-        chosen: NDArray[np.int32] = absent[np.array(refused, dtype=bool)]
+        chosen: NDArray[np.intp] = absent[np.array(refused, dtype=bool)]
         return chosen
 
-    def refuse(self, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+    def refuse(self, tier: Tier, nodes: NDArray[np.intp], now: float, cause: str) -> None:
         """Blocks of one tenant are not written into a tier: what lies there is worth more."""
         keys = self.nodes.keys_of(nodes.tolist())
         tier.refuse(nodes, keys, tick=self.tick)
@@ -619,14 +623,14 @@ class Books:
         self.departed.add(keys, Departure(reason, tier.name, tier.policy.name, now))
         self.history.add(now, reason.value, cause, keys, f"by {tier.name}")
 
-    def forget_reclaimed(self, tier: Tier, slots: NDArray[np.int32], now: float) -> None:
+    def forget_reclaimed(self, tier: Tier, slots: NDArray[np.intp], now: float) -> None:
         """Takes entries of a stored tier out: the store does not have their blocks any more."""
         here = slots[tier.pool.node[slots] != NOWHERE]
         self.counters.blocks_evicted_by_tier[tier.index] += len(here)
         self.condemn(tier, here, MissReason.EVICTED, now, "reclaimed by the store")
 
     def condemn(
-        self, tier: Tier, slots: NDArray[np.int32], reason: MissReason, now: float, cause: str
+        self, tier: Tier, slots: NDArray[np.intp], reason: MissReason, now: float, cause: str
     ) -> None:
         """Makes copies unreadable at once; their slots come back when nothing uses them.
 
@@ -648,7 +652,7 @@ class Books:
         else:
             self._remove_nodes(numbers, keys, None)
 
-    def discard_unheld(self, tier: Tier, slots: NDArray[np.int32]) -> None:
+    def discard_unheld(self, tier: Tier, slots: NDArray[np.intp]) -> None:
         """Frees those of the slots that are condemned and that nothing holds."""
         pool = tier.pool
         if not pool.count(SlotState.DOOMED):
@@ -662,7 +666,7 @@ class Books:
         tier: Tier,
         numbers: list[int],
         keys: list[Key],
-        slots: NDArray[np.int32],
+        slots: NDArray[np.intp],
         departure: Departure,
         cause: str,
     ) -> None:
@@ -680,7 +684,9 @@ class Books:
             return
         self.losses += 1
         if not tier.settings.stored:
-            self.effects.append(DropBlocks(tier=tier.index, keys=keys, slots=slots))
+            self.effects.append(
+                DropBlocks(tier=tier.index, keys=keys, slots=slots.astype(np.int32))
+            )
 
     def _announced(self, numbers: list[int], keys: list[Key]) -> list[Key]:
         """Those of some blocks that readers of KV events know; other weights' were cleared."""
@@ -701,17 +707,20 @@ class Books:
 
         Of blocks that a tier below may have refused, that is the reason if it has.
         """
-        nodes = np.array(numbers, dtype=np.int32)
-        lost = self.nodes.copy_count.take(nodes) == 0
-        lost_count = np.count_nonzero(lost)
-        if not lost_count:
+        nodes = np.array(numbers, dtype=np.intp)
+        copies = self.nodes.copy_count[nodes]
+        kept_count = np.count_nonzero(copies)
+        if kept_count == len(nodes):
             return
+        if kept_count:
+            lost = copies == 0
+            nodes, keys = nodes[lost], list(compress(keys, lost.tolist()))
         if departure is not None:
-            gone = keys if lost_count == len(keys) else list(compress(keys, lost.tolist()))
+            gone = keys
             if refusable:
                 gone = [key for key in gone if not self.departed.refused_by(key)]
             self.departed.add(gone, departure)
-        self.forget_if_useless(self.nodes.remove_all(nodes[lost])[::-1])
+        self.forget_if_useless(self.nodes.remove_all(nodes, keys)[::-1])
 
     def forget_if_useless(self, numbers: list[int]) -> None:
         """Removes those of a chain's nodes that nothing needs, deepest first."""
@@ -721,8 +730,7 @@ class Books:
                 self.nodes.remove_if_useless(node)
 
     def _count_unsaved(self, tier: Tier, victims: list[int]) -> None:
-        late = (WriteKind.WRITE_BACK, WriteKind.EXCLUSIVE)
-        if any(below.settings.write.kind in late for below in self.fed_by(tier.index)):
+        if tier.saves_late:
             alone = self.nodes.copy_count[victims] == 1
             self.counters.blocks_dropped_unsaved += int(np.count_nonzero(alone))
 

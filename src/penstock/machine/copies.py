@@ -13,7 +13,7 @@ when no rank can touch it any more.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,11 +52,11 @@ def start(
     source: int,
     target: int,
     keys: Sequence[Key],
-    source_slots: NDArray[np.int32],
-    target_slots: NDArray[np.int32],
+    source_slots: NDArray[np.intp],
+    target_slots: NDArray[np.intp],
     deadline: float,
     cause: str,
-    onward: NDArray[np.int32] | None = None,
+    onward: NDArray[np.intp] | None = None,
 ) -> list[Operation]:
     """Starts copies of blocks, in operations of bounded size; every slot is held until the end.
 
@@ -95,8 +95,8 @@ def start(
                 source=source,
                 target=target,
                 keys=operation.keys,
-                source_slots=operation.source_slots,
-                target_slots=operation.target_slots,
+                source_slots=operation.source_slots.astype(np.int32),
+                target_slots=operation.target_slots.astype(np.int32),
                 deadline=deadline,
                 cause=cause,
                 parents=_parents_for_store(books, operation),
@@ -139,7 +139,7 @@ def pass_on(books: Books, onward: dict[int, int]) -> list[Operation]:
         operation = books.ledger.operations[books.staging[hub_slot]]
         touched[operation.id] = operation
         if operation.onward is None:
-            operation.onward = np.full(len(operation.keys), NOWHERE, dtype=np.int32)
+            operation.onward = np.full(len(operation.keys), NOWHERE, dtype=np.intp)
         position = operation.target_slots.tolist().index(hub_slot)
         operation.onward[position] = device_slot
         books.device.pool.hold(operation.onward[position : position + 1])
@@ -216,7 +216,7 @@ def _complete(books: Books, operation: Operation, now: float) -> None:
     operation.move(OperationMove.LAST_REPORT)
     operation.outcome = Outcome.FAILED if operation.faults else Outcome.DONE
     bad = np.array(sorted(operation.faults), dtype=np.intp)
-    good = np.ones(len(operation.keys), dtype=bool)
+    good = np.full(len(operation.keys), fill_value=True)
     good[bad] = False
     _end_staging(books, operation)
     _fill_targets(books, operation, good, now)
@@ -260,18 +260,21 @@ def _fill_targets(books: Books, operation: Operation, good: NDArray[np.bool_], n
     nodes = tier.pool.node[slots]
     named = good & (tier.pool.state[slots] == FILLING) & (nodes != NOWHERE)
     if np.count_nonzero(named):
-        nodes = nodes[named]
+        keys = list(compress(operation.keys, named.tolist()))
         tier.pool.fill(slots[named])
-        keys = announce(books, tier, nodes)
+        announce(books, tier, nodes[named], keys)
         books.history.add(now, f"filled {tier.name}", operation.cause, keys)
 
 
-def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
+def announce(
+    books: Books, tier: Tier, nodes: NDArray[np.intp], keys: Sequence[Key] | None = None
+) -> Sequence[Key]:
     """Makes KV events of ready blocks, one for each chain; returns their keys.
 
     Readers are not told of blocks of other weights: no prompt can ask for them now.
     """
-    keys = books.nodes.keys_of(nodes.tolist())
+    if keys is None:
+        keys = books.nodes.keys_of(nodes.tolist())
     if tier.index == HUB:
         books.hub_log.note(keys)
     known = books.nodes.of_weights_now(nodes)
@@ -289,9 +292,9 @@ def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
 
 def _give_up_targets(
     books: Books, operation: Operation, positions: NDArray[np.intp], now: float
-) -> NDArray[np.int32]:
+) -> NDArray[np.intp]:
     """Condemns what was to be filled; returns the device slots that will not be."""
-    none = np.empty(0, dtype=np.int32)
+    none = np.empty(0, dtype=np.intp)
     if not len(positions):
         return none
     reason = MissReason.FILLING
@@ -341,7 +344,7 @@ def _drop_bad_sources(books: Books, operation: Operation, now: float) -> None:
 
 def _slots_to_load_into(
     books: Books, operation: Operation, good: NDArray[np.bool_]
-) -> NDArray[np.int32] | None:
+) -> NDArray[np.intp] | None:
     """For a stage that is complete: the device slots still waiting for its blocks."""
     if operation.onward is None:
         return None
@@ -357,7 +360,7 @@ def _slots_to_load_into(
     return onward
 
 
-def _load_onward(books: Books, operation: Operation, onward: NDArray[np.int32], now: float) -> None:
+def _load_onward(books: Books, operation: Operation, onward: NDArray[np.intp], now: float) -> None:
     wanted = onward != NOWHERE
     if not wanted.any():
         return
@@ -389,7 +392,7 @@ def _give_back(books: Books, operation: Operation, now: float) -> None:
     books.rates.ended(operation, now)
 
 
-def _let_go(books: Books, tier: Tier, slots: NDArray[np.int32]) -> None:
+def _let_go(books: Books, tier: Tier, slots: NDArray[np.intp]) -> None:
     quiet = tier.pool.unhold(slots)
     if not len(quiet):
         return
@@ -440,7 +443,7 @@ def _report_end(books: Books, operation: Operation, *, settled: bool) -> None:
     )
 
 
-def _sides(books: Books, operation: Operation) -> list[tuple[Tier, NDArray[np.int32]]]:
+def _sides(books: Books, operation: Operation) -> list[tuple[Tier, NDArray[np.intp]]]:
     """The tiers with slots of ours that an operation holds, and the slots."""
     sides = []
     for index, slots in (

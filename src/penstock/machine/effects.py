@@ -33,7 +33,7 @@ class Granted(Effect, frozen=True, kw_only=True):
     """A lease was given."""
 
     lease: LeaseId
-    table: NDArray[np.int32]
+    table: NDArray[np.intp]
     state: LeaseState
     cached_tokens: int
     cached_by_tier: tuple[int, ...]
@@ -47,7 +47,7 @@ class Grown(Effect, frozen=True, kw_only=True):
     """A lease has room for what it asked for."""
 
     lease: LeaseId
-    table: NDArray[np.int32]
+    table: NDArray[np.intp]
     state: LeaseState
 
 
@@ -152,7 +152,7 @@ class LeaseChanged(Effect, frozen=True, kw_only=True):
     lease: LeaseId
     request: str
     state: LeaseState
-    table: NDArray[np.int32]
+    table: NDArray[np.intp]
     cached_tokens: int
     cached_by_tier: tuple[int, ...]
     """Tokens found in each tier, device first."""

@@ -222,14 +222,14 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
             books.link(node, parent)
         if tier.slot_of[node] != NOWHERE:
             continue
-        placed = np.array([slot], dtype=np.int32)
+        placed = np.array([slot], dtype=np.intp)
         tier.pool.take_exactly(placed)
-        tier.place(np.array([node], dtype=np.int32), placed, tick=books.tick)
+        tier.place(np.array([node], dtype=np.intp), placed, tick=books.tick)
         nodes.append(node)
         slots.append(slot)
     if nodes:
-        found = np.array(nodes, dtype=np.int32)
-        tier.pool.fill(np.array(slots, dtype=np.int32))
+        found = np.array(nodes, dtype=np.intp)
+        tier.pool.fill(np.array(slots, dtype=np.intp))
         tier.offer(found)
         copies.announce(books, tier, found)
         books.history.add(now, "discovered", tier.name, list(event.keys))
@@ -306,7 +306,7 @@ def _key_before(books: Books, key: Key) -> Key | None:
 def _empty(books: Books, tier: Tier, reason: MissReason, now: float, cause: str) -> None:
     """Takes every block out of a tier: unused slots are free at once, others when let go."""
     pool = tier.pool
-    slots = np.flatnonzero(pool.node != NOWHERE).astype(np.int32)
+    slots = np.flatnonzero(pool.node != NOWHERE).astype(np.intp)
     if not len(slots):
         return
     leaving = slots[pool.state[slots] == LEAVING]

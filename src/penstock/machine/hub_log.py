@@ -66,7 +66,7 @@ class HubLog:
         keys = list(islice(self._changed, limit))
         for key in keys:
             del self._changed[key]
-        known = np.array(nodes.get_all(keys), dtype=np.int32)
+        known = np.array(nodes.get_all(keys), dtype=np.intp)
         found = known[known != NOWHERE]
         found = nodes.not_outdated(nodes.of_weights_now(found), lent_in)
         slots = hub.slot_of[found]
@@ -75,4 +75,4 @@ class HubLog:
         found, slots = found[readable], slots[readable]
         held = nodes.keys_of(found.tolist())
         kept = set(held)
-        return HubChanges(held, slots, [key for key in keys if key not in kept])
+        return HubChanges(held, slots.astype(np.int32), [key for key in keys if key not in kept])

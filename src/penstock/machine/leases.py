@@ -99,7 +99,7 @@ def shares_tail(books: Books, lease: LeaseRecord) -> bool:
 
 
 def _duplicate(
-    books: Books, lease: LeaseRecord, tail: int, target: NDArray[np.int32], now: float
+    books: Books, lease: LeaseRecord, tail: int, target: NDArray[np.intp], now: float
 ) -> None:
     """Copy on write: the request gets the unfinished block for itself."""
     source = lease.table[tail : tail + 1].copy()
@@ -126,7 +126,7 @@ def fork(books: Books, event: Fork, now: float) -> None:
     lease = _running(books, event.lease, "fork")
     device = books.device
     filled = -(-lease.token_count // books.settings.block_tokens)
-    twins = np.array(lease.twins, dtype=np.int32)
+    twins = np.array(lease.twins, dtype=np.intp)
     device.pool.hold(lease.table[:filled])
     device.pool.hold(twins)
     other = LeaseRecord(
@@ -194,7 +194,8 @@ def commit(books: Books, event: Commit, now: float) -> None:
         if len(published):
             for tier in lease.outdated:
                 books.nodes.outdate(published, tier)
-            copies.announce(books, books.device, published)
+            keys = event.keys if len(published) == count else None
+            copies.announce(books, books.device, published, keys)
             if lease.priority or lease.ttl_s is not None:
                 until = None if lease.ttl_s is None else now + lease.ttl_s
                 books.hint(published, lease.priority, until)
@@ -202,7 +203,7 @@ def commit(books: Books, event: Commit, now: float) -> None:
     books.aim(lease, event.frontier)
 
 
-def _kept(lease: LeaseRecord, published: NDArray[np.int32], first: int) -> NDArray[np.int32]:
+def _kept(lease: LeaseRecord, published: NDArray[np.intp], first: int) -> NDArray[np.intp]:
     """Of blocks from `first` on, those that are worth a copy below: others are let go soon."""
     if lease.keep_blocks is None:
         return published
@@ -236,15 +237,15 @@ def _check(books: Books, lease: LeaseRecord, event: Commit) -> None:
 
 
 def _publish(
-    books: Books, lease: LeaseRecord, keys: Sequence[Key], slots: NDArray[np.int32], parent: int
-) -> NDArray[np.int32]:
+    books: Books, lease: LeaseRecord, keys: Sequence[Key], slots: NDArray[np.intp], parent: int
+) -> NDArray[np.intp]:
     """Gives names to computed blocks; returns those that can be matched now and could not."""
     if books.nodes.ids.keys().isdisjoint(keys):
         nodes = books.add_chain(keys, parent=parent, tenant=lease.tenant)
         _place(books, nodes, slots, keys)
         return nodes
     known = [books.nodes.get(key) for key in keys]
-    published: list[NDArray[np.int32]] = []
+    published: list[NDArray[np.intp]] = []
     first = 0
     while first < len(keys):
         if known[first] == NOWHERE:
@@ -262,7 +263,7 @@ def _publish(
         there = int(books.device.slot_of[node])
         if there == NOWHERE:
             # Known from below, or hollow: the computed copy is as good as a loaded one.
-            nodes = np.array([node], dtype=np.int32)
+            nodes = np.array([node], dtype=np.intp)
             _place(books, nodes, slots[first : first + 1], keys[first : first + 1])
             published.append(nodes)
         elif there != slots[first]:
@@ -271,7 +272,7 @@ def _publish(
         parent = node
         first += 1
     if not published:
-        return np.empty(0, dtype=np.int32)
+        return np.empty(0, dtype=np.intp)
     return published[0] if len(published) == 1 else np.concatenate(published)
 
 
@@ -279,11 +280,11 @@ def _use_below(books: Books, node: int) -> None:
     """A block that was computed though a copy lies below was used, as if it had been loaded."""
     for tier in books.owned_tiers():
         if tier is not books.device and tier.slot_of[node] != NOWHERE:
-            tier.touch(np.array([node], dtype=np.int32), tick=books.tick)
+            tier.touch(np.array([node], dtype=np.intp), tick=books.tick)
 
 
 def _place(
-    books: Books, nodes: NDArray[np.int32], slots: NDArray[np.int32], keys: Sequence[Key]
+    books: Books, nodes: NDArray[np.intp], slots: NDArray[np.intp], keys: Sequence[Key]
 ) -> None:
     device = books.device
     device.place(nodes, slots, tick=books.tick, keys=keys)
@@ -295,8 +296,8 @@ def _keep_twin(books: Books, lease: LeaseRecord, slot: int) -> None:
     """Somebody published this block first: hold that copy, so that ours stay reachable."""
     if books.device.pool.state[slot] == LEAVING:
         node = books.device.pool.node[slot]
-        books.device.keep(np.array([node], dtype=np.int32))
-    books.device.pool.hold(np.array([slot], dtype=np.int32))
+        books.device.keep(np.array([node], dtype=np.intp))
+    books.device.pool.hold(np.array([slot], dtype=np.intp))
     lease.twins.append(slot)
     books.counters.blocks_twinned += 1
 
@@ -317,7 +318,7 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
     device = books.device
     slots = lease.table
     if lease.twins:
-        slots = np.concatenate((slots, np.array(lease.twins, dtype=np.int32)))
+        slots = np.concatenate((slots, np.array(lease.twins, dtype=np.intp)))
     drop_slots(books, device, slots)
     _leave_operations(books, lease, now)
     if lease.keep_blocks is not None and not returning:
@@ -342,11 +343,11 @@ def _save_for_return(books: Books, lease: LeaseRecord, now: float) -> None:
         writes.save(books, DEVICE, hub, nodes, now, lease.request, needed=True)
 
 
-def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
+def drop_slots(books: Books, device: Tier, slots: NDArray[np.intp]) -> None:
     """Lets go of device slots: published blocks stay cached, the rest is freed."""
     pool = device.pool
     quiet = pool.unhold(slots)
-    nodes = pool.node.take(slots)
+    nodes = pool.node[slots]
     named = nodes != NOWHERE
     device.release(nodes[named], tick=books.tick)
     own = slots[~named]
@@ -357,14 +358,14 @@ def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
         pool.discard(own[free])
         # A copy may still be writing here, or a fork reads it: the last one frees it.
         busy = own[~free]
-        pool.condemn(busy[_only_operations_hold(books, busy)])
+        if len(busy):
+            pool.condemn(busy[_only_operations_hold(books, busy)])
     books.discard_unheld(device, quiet)
-    device.offer_slots(quiet)
 
 
-def _only_operations_hold(books: Books, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _only_operations_hold(books: Books, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
     leased = [lease.table for lease in books.leases.values()]
-    if not leased or not len(slots):
+    if not leased:
         return np.ones(len(slots), dtype=bool)
     return ~np.isin(slots, np.concatenate(leased))
 
@@ -388,7 +389,7 @@ def _leave(books: Books, lease: LeaseRecord, operation_id: OperationId, now: flo
 
 
 def after_operation(
-    books: Books, operation: Operation, bad_slots: NDArray[np.int32], now: float
+    books: Books, operation: Operation, bad_slots: NDArray[np.intp], now: float
 ) -> None:
     """Updates the leases that waited: some may run, some must compute more, some are lost."""
     waiters, operation.waiters = operation.waiters, set()
@@ -416,7 +417,7 @@ def after_operation(
 
 
 def _drop_missing(
-    books: Books, lease: LeaseRecord, operation: Operation, bad_slots: NDArray[np.int32], now: float
+    books: Books, lease: LeaseRecord, operation: Operation, bad_slots: NDArray[np.intp], now: float
 ) -> int:
     """Lets go of blocks from the first that did not arrive on; how many."""
     first = int(np.flatnonzero(np.isin(lease.table[: lease.matched_blocks], bad_slots))[0])
@@ -541,5 +542,5 @@ def unpin(books: Books, event: UnpinBlocks, now: float) -> None:
         if node != NOWHERE:
             books.nodes.pins[node] -= 1
             for tier in books.owned_tiers():
-                tier.offer(np.array([node], dtype=np.int32))
+                tier.offer(np.array([node], dtype=np.intp))
     books.history.add(now, "unpinned", f"pin {event.pin}", keys)

@@ -36,12 +36,12 @@ _USABLE_SOON[FILLING] = True
 class Finding:
     """The longest prefix of a chain that can be had, in one ordered list."""
 
-    nodes: NDArray[np.int32]
+    nodes: NDArray[np.intp]
     source: NDArray[np.int8]
     """For each block, the index of the nearest tier it can be had from."""
 
 
-_NOTHING = Finding(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int8))
+_NOTHING = Finding(np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int8))
 
 
 def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
@@ -137,20 +137,20 @@ def fetchable(books: Books, keys: Sequence[Key]) -> Finding:
     return _without_gaps(nodes, source)
 
 
-def _without_gaps(nodes: NDArray[np.int32], source: NDArray[np.int8]) -> Finding:
+def _without_gaps(nodes: NDArray[np.intp], source: NDArray[np.int8]) -> Finding:
     gap = (source == _NOT_FOUND).nonzero()[0]
     length = int(gap[0]) if len(gap) else len(nodes)
     return Finding(nodes[:length], source[:length])
 
 
-def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[np.bool_]:
-    slots = tier.slot_of.take(nodes)
+def _usable(tier: Tier, nodes: NDArray[np.intp], *, filling: bool) -> NDArray[np.bool_]:
+    slots = tier.slot_of[nodes]
     good = (_USABLE_SOON if filling else _USABLE).take(tier.pool.state.take(slots))
     good &= slots != NOWHERE
     return good
 
 
-def _on_its_way(books: Books, hub: Tier, nodes: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _on_its_way(books: Books, hub: Tier, nodes: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Blocks a stage brings up to the hub: they are passed on when they arrive."""
     return np.array([slot in books.staging for slot in hub.slot_of[nodes].tolist()], dtype=bool)
 

@@ -101,7 +101,7 @@ def load(books: Books, event: Load, now: float) -> None:
             target=DEVICE,
             keys=event.keys[:count],
             source_slots=slots,
-            target_slots=event.slots[:, :count],
+            target_slots=event.slots[:, :count].astype(np.intp),
             deadline=_deadline(books, event.deadline, now),
             cause=event.cause,
         )
@@ -130,7 +130,7 @@ def save(books: Books, event: Save, now: float) -> None:
     nodes = _name(books, event, chosen, known)
     # What has just been made known lies nowhere yet: nothing needs to be kept for it.
     before = NOWHERE if event.parent is None else books.nodes.get(event.parent)
-    beside = np.array([node for node in (*known, before) if node != NOWHERE], dtype=np.int32)
+    beside = np.array([node for node in (*known, before) if node != NOWHERE], dtype=np.intp)
     taken, targets = writes.take_room(
         books, hub, nodes, now, event.cause, beside=beside, priority=event.priority
     )
@@ -150,7 +150,7 @@ def save(books: Books, event: Save, now: float) -> None:
             source=DEVICE,
             target=HUB,
             keys=keys,
-            source_slots=event.slots[:, accepted],
+            source_slots=event.slots[:, accepted].astype(np.intp),
             target_slots=targets,
             deadline=_deadline(books, event.deadline, now),
             cause=event.cause,
@@ -159,7 +159,7 @@ def save(books: Books, event: Save, now: float) -> None:
     _answer(books, started, accepted, _why_not_saved(books, hub, event, chosen, accepted))
 
 
-def _hint(books: Books, event: Load | Save, nodes: NDArray[np.int32], now: float) -> None:
+def _hint(books: Books, event: Load | Save, nodes: NDArray[np.intp], now: float) -> None:
     if event.priority or event.ttl_s is not None:
         until = None if event.ttl_s is None else now + event.ttl_s
         books.hint(nodes, event.priority, until)
@@ -265,7 +265,7 @@ def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key], known: Sequence[
 
 def _name(
     books: Books, event: Save, positions: list[int], known: Sequence[int]
-) -> NDArray[np.int32]:
+) -> NDArray[np.intp]:
     """The nodes of the chosen blocks; unknown ones are made known, a run at a time."""
     tenant = books.tenant(event.tenant)
     nodes: list[int] = []
@@ -284,7 +284,7 @@ def _name(
             books.link(node, parent)
             nodes.append(node)
         place += count
-    return np.array(nodes, dtype=np.int32)
+    return np.array(nodes, dtype=np.intp)
 
 
 def _unknown_run(known: Sequence[int], positions: list[int], place: int) -> int:

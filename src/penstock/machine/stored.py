@@ -50,7 +50,7 @@ def saves_max(books: Books, hub_slots: int) -> int:
     return max(1, min(books.settings.stored_saves_max, hub_slots // _HUB_SHARE))
 
 
-def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
     """Those of some blocks that may be written into a tier now; the others are counted.
 
     What was given up counts until the store has reported: it still holds slots of the hub.
@@ -67,7 +67,7 @@ def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[n
 
 def count_sinking(books: Books, keys: Sequence[Key]) -> int:
     """How many of these blocks are on their way into a stored tier."""
-    nodes = np.array(books.nodes.get_all(list(keys)), dtype=np.int32)
+    nodes = np.array(books.nodes.get_all(list(keys)), dtype=np.intp)
     nodes = nodes[nodes != NOWHERE]
     sinking = np.zeros(len(nodes), dtype=bool)
     for tier in books.lower_tiers():
@@ -79,7 +79,7 @@ def count_sinking(books: Books, keys: Sequence[Key]) -> int:
 
 def vanished(books: Books, tier: Tier, event: Vanished, now: float) -> None:
     """A store gave blocks up: they are forgotten there, with the reason."""
-    nodes = np.array(books.nodes.get_all(list(dict.fromkeys(event.keys))), dtype=np.int32)
+    nodes = np.array(books.nodes.get_all(list(dict.fromkeys(event.keys))), dtype=np.intp)
     slots = tier.slot_of[nodes[nodes != NOWHERE]]
     slots = slots[slots != NOWHERE]
     state = tier.pool.state[slots]
@@ -96,7 +96,7 @@ def discovered(books: Books, tier: Tier, event: Discovered, now: float) -> None:
     links = {key: before.pop(key) for key in list(before) if key in books.nodes.ids}
     tenant = books.tenant("")
     nodes = np.concatenate(
-        (_added(books, before, tenant), np.array(_linked(books, links, tenant), dtype=np.int32))
+        (_added(books, before, tenant), np.array(_linked(books, links, tenant), dtype=np.intp))
     )
     if not len(nodes):
         return
@@ -136,7 +136,7 @@ def _without_entry(books: Books, tier: Tier, event: Discovered) -> dict[Key, Key
     return before
 
 
-def _added(books: Books, before: dict[Key, Key | None], tenant: int) -> NDArray[np.int32]:
+def _added(books: Books, before: dict[Key, Key | None], tenant: int) -> NDArray[np.intp]:
     """Makes unknown blocks known; blocks before them that are not get a node without a copy."""
     ordered = _chains(before)
     ids = books.nodes.ids

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
 
 
-def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+def after_fill(books: Books, feeder: int, nodes: NDArray[np.intp], now: float, cause: str) -> None:
     """Blocks became ready in a tier: writes them through to the tiers it feeds."""
     for tier in books.fed_by(feeder):
         wanted = wanted_in(books, tier, nodes)
@@ -54,7 +54,7 @@ def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, 
 
 
 def _save_early(
-    books: Books, feeder: int, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
+    books: Books, feeder: int, tier: Tier, nodes: NDArray[np.intp], now: float, cause: str
 ) -> None:
     """Saves blocks that will not leave soon, as many as there is free room for.
 
@@ -74,7 +74,7 @@ def _save_early(
     save(books, feeder, tier, absent, now, cause)
 
 
-def wanted_in(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+def wanted_in(books: Books, tier: Tier, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
     """Those of some blocks that a tier is given as soon as they are above it."""
     write = tier.settings.write
     if write.kind is WriteKind.SELECTIVE:
@@ -82,7 +82,7 @@ def wanted_in(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.
     return nodes if write.kind is WriteKind.WRITE_THROUGH else nodes[:0]
 
 
-def _with_those_before(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+def _with_those_before(books: Books, tier: Tier, nodes: NDArray[np.intp]) -> NDArray[np.intp]:
     """The blocks and what the tier lost of those before the first: it is written once more.
 
     A block in a lower tier is of no use there without the blocks before it.
@@ -96,7 +96,7 @@ def _with_those_before(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> ND
     return np.concatenate((before[~np.isin(before, nodes)], nodes))
 
 
-def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+def after_hit(books: Books, nodes: NDArray[np.intp], now: float, cause: str) -> None:
     """Blocks were hit: some may have earned a copy further down."""
     for feeder in books.owned_tiers():
         for tier in books.fed_by(feeder.index):
@@ -113,9 +113,7 @@ def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) ->
                 save(books, feeder.index, tier, books.refused_by(tier, nodes), now, cause)
 
 
-def _pass_through(
-    books: Books, hub: Tier, nodes: NDArray[np.int32], now: float, cause: str
-) -> None:
+def _pass_through(books: Books, hub: Tier, nodes: NDArray[np.intp], now: float, cause: str) -> None:
     """Blocks have earned a copy below the hub, which need not have them while the device has."""
     if hub.above is not None:
         save(books, hub.above.index, hub, nodes, now, cause)
@@ -137,14 +135,14 @@ def save(
     books: Books,
     feeder: int,
     tier: Tier,
-    nodes: NDArray[np.int32],
+    nodes: NDArray[np.intp],
     now: float,
     cause: str,
     *,
     purpose: Purpose = Purpose.SAVE,
     needed: bool = False,
     started: list[Operation] | None = None,
-) -> NDArray[np.int32]:
+) -> NDArray[np.intp]:
     """Writes blocks from a tier into one that it feeds, as many as there is room for.
 
     Blocks that lie there already, or on their way, are left alone. Those that a request will
@@ -154,11 +152,11 @@ def save(
     source = books.tier(feeder)
     if not (tier.on and source.on and books.healthy) or not len(nodes):
         return nodes[:0]
-    absent = (tier.slot_of[nodes] == NOWHERE) & (source.slot_of[nodes] != NOWHERE)
-    nodes = nodes[absent]
-    readable = source.pool.state[source.slot_of[nodes]]
-    nodes = nodes[(readable == READY) | (readable == LEAVING)]
-    nodes = stored.admit_saves(books, tier, nodes)
+    slots = source.slot_of[nodes]
+    state = source.pool.state[slots]
+    wanted = (state == READY) | (state == LEAVING)
+    wanted &= (tier.slot_of[nodes] == NOWHERE) & (slots != NOWHERE)
+    nodes = stored.admit_saves(books, tier, nodes[wanted])
     nodes, slots = take_room(books, tier, nodes, now, cause, needed=needed)
     if len(nodes):
         operations = copies.start(
@@ -180,14 +178,14 @@ def save(
 def take_room(
     books: Books,
     tier: Tier,
-    nodes: NDArray[np.int32],
+    nodes: NDArray[np.intp],
     now: float,
     cause: str,
     *,
-    beside: NDArray[np.int32] | None = None,
+    beside: NDArray[np.intp] | None = None,
     priority: int = 0,
     needed: bool = False,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Takes slots of a lower tier for blocks: of every chain as many leading ones as it can.
 
     A tenant over its quota gets no more room here than its own blocks leave. Blocks before
@@ -195,19 +193,17 @@ def take_room(
     worth more than those that would take their place: unless these are `needed`, they are refused,
     with all that follow. A `priority` other than 0 counts for all of them where it is higher.
     """
-    # Held while room is made, or a block might evict the one it follows.
-    before = books.nodes.parent[nodes]
-    before = before[before != NOWHERE]
-    near = before if beside is None else np.concatenate((before, beside))
-    near = _once_each(near[tier.slot_of[near] != NOWHERE])
+    chains = _chains(books, nodes)
+    near = _near(books, tier, chains, beside)
     tier.pool.hold(tier.slot_of[near])
     # Counted as if they lay here already, or a block without a copy might be forgotten now.
-    books.nodes.add_copies(nodes)
+    bare = nodes[books.nodes.copy_count[nodes] == 0]
+    books.nodes.add_copies(bare)
     judges = tier.may_refuse and not needed
-    taken = [nodes[:0]]
-    slots = [nodes[:0]]
+    taken: list[NDArray[np.intp]] = []
+    slots: list[NDArray[np.intp]] = []
     outside: set[int] = set()
-    for chain in _chains(books, nodes):
+    for chain in chains:
         tenants = books.nodes.tenant[chain]
         refused = books.nodes.parent_view[chain[0]] in outside
         for run in _cut(chain, tenants[1:] != tenants[:-1]):
@@ -227,14 +223,25 @@ def take_room(
                 books.refuse(tier, run[count:], now, cause)
             elif count < len(run):
                 break  # What follows in this chain could not be reached.
-    books.nodes.drop_copies(nodes)
+    books.nodes.drop_copies(bare)
     tier.pool.unhold(tier.slot_of[near])
     tier.offer(near)
-    chosen = np.concatenate(taken)
+    chosen = _joined(taken)
     if tier.may_refuse:
         books.departed.discard(books.nodes.keys_of(chosen.tolist()))
     books.counters.saves_refused += len(nodes) - len(chosen) - len(outside)
-    return chosen, np.concatenate(slots)
+    return chosen, _joined(slots)
+
+
+def _near(
+    books: Books, tier: Tier, chains: list[NDArray[np.intp]], beside: NDArray[np.intp] | None
+) -> NDArray[np.intp]:
+    """What is held while room is made, or a block might evict the one it follows."""
+    # Only the first blocks of chains follow one that may lie here: the others follow each other.
+    before = [books.nodes.parent_view[chain[0]] for chain in chains]
+    near = np.array([node for node in before if node != NOWHERE], dtype=np.intp)
+    near = near if beside is None else np.concatenate((near, beside))
+    return _once_each(near[tier.slot_of[near] != NOWHERE])
 
 
 def _follows_refused(books: Books, tier: Tier, node: int) -> bool:
@@ -248,7 +255,7 @@ def _follows_refused(books: Books, tier: Tier, node: int) -> bool:
     return key is not None and books.departed.refused_by(key) == tier.name
 
 
-def _judge_of(books: Books, tier: Tier, nodes: NDArray[np.int32], priority: int) -> Judge | None:
+def _judge_of(books: Books, tier: Tier, nodes: NDArray[np.intp], priority: int) -> Judge | None:
     """What says which blocks are worth those that would leave for them; `None`: none would."""
     tenant = int(books.nodes.tenant[nodes[0]])
     fits = len(nodes) <= tier.pool.free_count and not tier.over_quota(tenant, len(nodes))
@@ -259,14 +266,14 @@ def _judge_of(books: Books, tier: Tier, nodes: NDArray[np.int32], priority: int)
     return tier.judge_of(keys, priority=max(own, priority) if priority else own)
 
 
-def _chains(books: Books, nodes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+def _chains(books: Books, nodes: NDArray[np.intp]) -> list[NDArray[np.intp]]:
     """The blocks in groups that follow each other one by one."""
     if not len(nodes):
         return []
     return _cut(nodes, books.nodes.parent[nodes[1:]] != nodes[:-1])
 
 
-def _cut(nodes: NDArray[np.int32], ends: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+def _cut(nodes: NDArray[np.intp], ends: NDArray[np.bool_]) -> list[NDArray[np.intp]]:
     """The nodes in groups; `ends` says of each but the last whether it ends one."""
     places = (ends.nonzero()[0] + 1).tolist()
     if not places:
@@ -274,21 +281,27 @@ def _cut(nodes: NDArray[np.int32], ends: NDArray[np.bool_]) -> list[NDArray[np.i
     return [nodes[first:end] for first, end in pairwise([0, *places, len(nodes)])]
 
 
-def _once_each(nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+def _joined(parts: list[NDArray[np.intp]]) -> NDArray[np.intp]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.intp)
+
+
+def _once_each(nodes: NDArray[np.intp]) -> NDArray[np.intp]:
     """The nodes, sorted, each once: `np.unique` without what it does for masked arrays."""
     if len(nodes) < 2:
         return nodes
     ordered = np.sort(nodes)
     first = np.ones(len(ordered), dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    once: NDArray[np.int32] = ordered[first]
+    once: NDArray[np.intp] = ordered[first]
     return once
 
 
 def _make_room_below(
     books: Books,
     tier: Tier,
-    nodes: NDArray[np.int32],
+    nodes: NDArray[np.intp],
     now: float,
     cause: str,
     judge: Judge | None,
@@ -342,7 +355,7 @@ def _write_back(
     books: Books, tier: Tier, below: list[Tier], leaving: list[int], now: float
 ) -> None:
     """Writes leaving blocks into every tier that should have them; the first frees the slot."""
-    nodes = np.array(leaving, dtype=np.int32)
+    nodes = np.array(leaving, dtype=np.intp)
     demoted = nodes[:0]
     for fed in below:
         # Room is given to leading blocks first, and a block is worth most with those before it.
@@ -441,15 +454,13 @@ def _save_zone(books: Books, zone: Zone, wanted: int, now: float) -> None:
     tier.keep_for_above(saved)
 
 
-def _unsaved(
-    books: Books, above: Tier, tier: Tier, leaving: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def _unsaved(books: Books, above: Tier, tier: Tier, leaving: NDArray[np.intp]) -> NDArray[np.intp]:
     """Those of some blocks that should get a copy before they leave; the others' are no spares."""
     tier.keep_for_above(leaving)
     absent = leaving[tier.slot_of[leaving] == NOWHERE]
     absent = absent[above.priority[absent] != FIRST_TO_LEAVE]
     refused = books.refused_by(tier, absent) if tier.may_refuse else absent[:0]
-    wanted: NDArray[np.int32] = absent[~np.isin(absent, refused)]
+    wanted: NDArray[np.intp] = absent[~np.isin(absent, refused)]
     return wanted
 
 
@@ -463,7 +474,7 @@ def save_evicted(
     hub, started = books.hub, list[Operation]()
     if hub is None or hub.above is None or most <= 0:
         return [], started
-    absent = _unsaved(books, hub.above, hub, np.array(victims, dtype=np.int32))
+    absent = _unsaved(books, hub.above, hub, np.array(victims, dtype=np.intp))
     # Those that leave last are worth most.
     saved = save(books, DEVICE, hub, absent[::-1][:most], now, cause, started=started)
     return saved.tolist(), started
@@ -501,7 +512,7 @@ def go_on(books: Books, tier: Tier, now: float) -> None:
         if node != NOWHERE and tier.slot_of[node] == NOWHERE:
             chosen.append(node)
         if len(chosen) == wanted or place == len(looked_at):
-            nodes = np.array(chosen, dtype=np.int32)
+            nodes = np.array(chosen, dtype=np.intp)
             if len(save(books, HUB, tier, nodes, now, CAUSE)):
                 return
             chosen = []  # There was no room for them; perhaps there is for others.
@@ -532,6 +543,6 @@ def write_missed_after_operation(books: Books, operation: Operation, now: float)
         if not operation.failure:
             keys = [keys[position] for position in sorted(operation.faults)]
         known = [node for node in books.nodes.get_all(keys) if node != NOWHERE]
-        miss(books, tier, wanted_in(books, tier, np.array(known, dtype=np.int32)))
+        miss(books, tier, wanted_in(books, tier, np.array(known, dtype=np.intp)))
     if operation.outcome is not Outcome.CANCELLED:
         go_on(books, tier, now)

@@ -311,7 +311,7 @@ class Lease:
             self.state = LeaseState.RELEASED
             del self._leases[self.id]
 
-    def _take_table(self, table: NDArray[np.int32]) -> None:
+    def _take_table(self, table: NDArray[np.intp]) -> None:
         self._table = table
         self.block_table = _copied(table)
 
@@ -332,9 +332,9 @@ class Lease:
             self._published = change.cached_tokens // self._chain.block_tokens
 
 
-def _copied(table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """A copy of a table, so that changes to it do not reach the cache's own."""
-    own = table.copy()
+def _copied(table: NDArray[np.intp]) -> NDArray[np.int32]:
+    """A copy of a table, as engines have theirs; changes to it do not reach the cache's own."""
+    own = table.astype(np.int32)
     own.flags.writeable = False
     return own
 

@@ -158,7 +158,7 @@ class _Learner:
         if self._turns % _TURNS_PER_CHOICE == 0:
             self._choose()
 
-    def use(self, nodes: NDArray[np.int32], parts: list[tuple[int, int]]) -> None:
+    def use(self, nodes: NDArray[np.intp], parts: list[tuple[int, int]]) -> None:
         """Blocks of these runs are used, or new."""
         used: list[tuple[list[float], int]] = []
         for number, count in parts:
@@ -180,7 +180,7 @@ class _Learner:
             self._begin(nodes[first : first + count], values)
             first += count
 
-    def renew(self, nodes: NDArray[np.int32], parts: list[tuple[int, int]]) -> None:
+    def renew(self, nodes: NDArray[np.intp], parts: list[tuple[int, int]]) -> None:
         """A request that used blocks of these runs has ended: their time counts from here."""
         first = 0
         for number, count in parts:
@@ -194,7 +194,7 @@ class _Learner:
                 self._begin(nodes[first : first + count], values, held)
             first += count
 
-    def forget(self, nodes: NDArray[np.int32], keys: Sequence[Key] | None) -> None:
+    def forget(self, nodes: NDArray[np.intp], keys: Sequence[Key] | None) -> None:
         """Blocks left; they are remembered by their keys, if there are any."""
         first = 0
         for number, count in self.runs_of(nodes):
@@ -205,9 +205,9 @@ class _Learner:
             first += count
         self._run_of[nodes] = _NO_RUN
 
-    def runs_of(self, nodes: NDArray[np.int32]) -> list[tuple[int, int]]:
+    def runs_of(self, nodes: NDArray[np.intp]) -> list[tuple[int, int]]:
         """The runs of neighbours, each with how many there are."""
-        numbers = self._run_of.take(nodes)
+        numbers = self._run_of[nodes]
         if not np.count_nonzero(numbers != numbers[0]):
             return [(int(numbers[0]), len(nodes))]
         return _parts(numbers.tolist())
@@ -256,7 +256,7 @@ class _Learner:
     # ---------------------------------------------------------------- shadows
 
     def _begin(
-        self, nodes: NDArray[np.int32], values: list[float], held: list[int] | None = None
+        self, nodes: NDArray[np.intp], values: list[float], held: list[int] | None = None
     ) -> None:
         number = self._next
         self._next += 1
@@ -329,21 +329,21 @@ class AdaptivePolicy(WorthQueue):
     def may_refuse(self, may: bool) -> None:
         self._learner.may_refuse = may
 
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
+    def add(self, nodes: NDArray[np.intp], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """New blocks; those that were evicted not long ago are used again."""
         if len(nodes):
             self._learner.turn(len(nodes), follows=self._follows)
             self._follows = False
             self._learner.use(nodes, self._learner.recognize(keys))
 
-    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
+    def touch(self, nodes: NDArray[np.intp], *, tick: int) -> None:  # noqa: ARG002
         """A hit is a use."""
         if len(nodes):
             self._learner.turn(len(nodes), follows=False)
             self._follows = True
             self._learner.use(nodes, self._learner.runs_of(nodes))
 
-    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
+    def release(self, nodes: NDArray[np.intp], *, tick: int) -> None:  # noqa: ARG002
         """Their last use was now, but it is no other use."""
         if len(nodes):
             self._follows = False
@@ -373,7 +373,7 @@ class AdaptivePolicy(WorthQueue):
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """An evicted block leaves a ghost; of others nothing more is learned."""
         if nodes:
-            self._learner.forget(np.array(nodes, dtype=np.int32), keys if evicted else None)
+            self._learner.forget(np.array(nodes, dtype=np.intp), keys if evicted else None)
 
     def resize(self, node_capacity: int) -> None:
         self._learner.resize(node_capacity)

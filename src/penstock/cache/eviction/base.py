@@ -38,11 +38,11 @@ class EvictionPolicy(Protocol):
 
     name: str
 
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:
+    def add(self, nodes: NDArray[np.intp], keys: Sequence[Key], *, tick: int) -> None:
         """These blocks entered the tier."""
         ...
 
-    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+    def touch(self, nodes: NDArray[np.intp], *, tick: int) -> None:
         """These blocks were hit."""
         ...
 
@@ -72,7 +72,7 @@ class EvictionPolicy(Protocol):
         """The same as `offer` of one block, then `pop`; evicting a chain does little else."""
         ...
 
-    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def leave_together(self, node: int, others: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which of `others` would be popped right after `node`, if they may leave by then."""
         ...
 
@@ -109,7 +109,7 @@ class SharesArrays(Protocol):
 class FollowsRequests(Protocol):
     """A policy that counts uses: for others, the end of a request is a `touch` of its blocks."""
 
-    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+    def release(self, nodes: NDArray[np.intp], *, tick: int) -> None:
         """A request that used these blocks has ended: a use, but not a hit."""
         ...
 

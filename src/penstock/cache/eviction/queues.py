@@ -83,7 +83,7 @@ class WorthQueue:
         heappush(self._queue, first)
         return self.pop()
 
-    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def leave_together(self, node: int, others: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Blocks that are worth the same."""
         same: NDArray[np.bool_] = self._worths.of[others] == self._worth_view[node]
         return same
@@ -132,14 +132,14 @@ class LruPolicy(WorthQueue):
         """Another order of other nodes, in the same arrays."""
         return LruPolicy(self._slot_count, standing, worths=self._worths)
 
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
+    def add(self, nodes: NDArray[np.intp], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """Entering counts as a use."""
         self._worths.of[nodes] = tick
 
-    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+    def touch(self, nodes: NDArray[np.intp], *, tick: int) -> None:
         """A hit is a use."""
         self._worths.of[nodes] = tick
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:  # noqa: ARG002
         """Nothing is kept of a block that left; its entries no longer hold."""
-        self._worths.of[list(nodes)] = -1
+        self._worths.of[np.array(nodes, dtype=np.intp)] = -1
