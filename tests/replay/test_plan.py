@@ -25,7 +25,7 @@ from penstock.replay.advice import (
     recommend,
     sentence_on_the_gap,
 )
-from penstock.replay.page import LineChart, page_of, round_sizes
+from penstock.replay.page import LineChart, columns_of, page_of, round_sizes
 from penstock.replay.plan import (
     ADAPTIVE,
     LRU,
@@ -188,6 +188,22 @@ def test_lru_with_write_through_is_known_from_one_pass_and_the_replay_agrees(tra
     assert [cell.host_gib for cell in watch.replayed] == [0.0]
     assert {row.cell.host_gib: row.found for row in plan.rows if row.cell.host_gib} == replayed
     assert watch.estimates == [{row.cell: row.found.token_rate for row in plan.rows}]
+
+
+def test_a_configuration_that_another_of_its_sizes_beats_clearly_is_estimated(trace: str) -> None:
+    sizes = {"host_gib": (0.0, 50 * MIB, 80 * MIB), "policies": (LRU, ADAPTIVE), "writes": WRITES}
+    watch = Watched()
+
+    plan = plan_for(trace, watch=watch, **sizes)
+
+    # Of a loop, the adaptive policy finds some where LRU finds nothing; with enough room, it all.
+    (row,) = [row for row in plan.rows if row.found.estimated]
+    assert row.cell == PlanCell(policy=LRU, write=WRITES[1], host_gib=50 * MIB, disk_gib=0.0)
+    assert row.found.token_rate == watch.estimates[0][row.cell]
+    assert columns_of([row])[1][0][3] == f"about {row.found.token_rate:.2%}"
+    assert row.cell not in watch.replayed
+    assert plan.recommended.cell != row.cell
+    assert watch.counts[-1] == (len(watch.replayed) + 1,) * 2
 
 
 def test_a_trace_with_hints_is_replayed(trace: str) -> None:
@@ -456,7 +472,8 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
     # LRU with write_through is known from the pass, and not replayed.
     assert said.startswith(f"first answer, by {LRU} over 60 requests: no host tier 0.00%; 0.2 GiB")
     assert "in any room at most 76.80%" in said
-    assert re.search(rf" s, 6 of 6 replays: {LRU}, no host tier: 0.00%\n$", said)
+    assert re.search(rf" s, 5 of 6 replays: {LRU}, no host tier: 0.00%\n", said)
+    assert said.endswith(f" s, 6 of 6 replays: {LRU}, 0.2 GiB of host memory (exclusive): 76.80%\n")
     assert f"recommended: {LRU}, 0.2 GiB of host memory (" in printed
     assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 6
     assert "<svg" in (tmp_path / "new" / "p.html").read_text(encoding="utf-8")

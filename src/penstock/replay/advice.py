@@ -48,6 +48,8 @@ class CellFound(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each tier, the device first."""
     first_token: FirstToken | None
     """`None` where nothing takes time."""
+    estimated: bool = False
+    """Whether it was not replayed, as another configuration of the same sizes finds more."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -221,7 +221,7 @@ _COLUMNS: tuple[tuple[str, Callable[[PlanRow], str]], ...] = (
     ("write", lambda row: row.cell.write),
     ("host GiB", lambda row: f"{row.cell.host_gib:g}"),
     ("disk GiB", lambda row: f"{row.cell.disk_gib:g}" if row.cell.disk_gib else ""),
-    ("found", lambda row: f"{row.found.token_rate:.2%}"),
+    ("found", lambda row: f"{'about ' * row.found.estimated}{row.found.token_rate:.2%}"),
     ("device", lambda row: _share(row, 0)),
     ("host", lambda row: _share(row, 1)),
     ("disk", lambda row: _share(row, 2)),
