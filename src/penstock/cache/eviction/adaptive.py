@@ -7,7 +7,8 @@ LFU; in between lies what suits conversations (LRFU: Lee et al., 2001). Time is 
 that were used, so that a rate means the same in a busy hour and a quiet one.
 
 For each rate there is a shadow: which blocks a tier of this size would have now, and how many it
-found of late. The tier follows the rate whose shadow leads, and LRU if none leads clearly.
+found of late. The tier follows the rate whose shadow leads, and LRU if none leads clearly. A lead
+is over when half of it is lost, long before what the shadow found once is forgotten.
 
 Blocks that were used together and have the same past are a *run*. All that is kept is kept by run,
 also of blocks that were evicted (*ghosts*), of which a bounded number is remembered by key.
@@ -46,8 +47,10 @@ _LFU_RATE = -1e-12
 round and round, some stay. Too little to matter before 1e9 blocks."""
 _LEADS = (1.0, 1.03, 1.03, 1.03, 1.3)
 """How much more than LRU's the shadow of each rate has to find: what never fades, errs longest."""
-_DECAY, _FAST_DECAY = 1 - 1 / 1500, 1 - 1 / 150
-"""Of what shadows found, each turn. What leads must not have fallen behind just now."""
+_LEAD_LOST = 0.5
+"""What a shadow may have lost to LRU's since it led most, as a share of its lead."""
+_DECAY = 1 - 1 / 1500
+"""Of what shadows found and lost, each turn."""
 _TURNS_PER_CHOICE = 4
 _ALIKE = 0.5
 """Neighbours whose values differ by less than this are taken for one run: else each turn of a
@@ -84,7 +87,11 @@ class _Shadow:
         """A heap of (value, minus the number of a run): of equal ones, the later lies deeper."""
         self._queue_limit = _STALE_MIN
         self.count = 0
-        self.found = self.found_lately = 0.0
+        self.found = 0.0
+        self.found_now = 0
+        """In the turn that is not over yet."""
+        self.lost = 0.0
+        """How much more LRU's found since this one was furthest ahead of it."""
 
     def push(self, number: int, run: _Run, runs: dict[int, _Run]) -> None:
         heappush(self._queue, (run.values[self._at], -number))
@@ -152,9 +159,12 @@ class _Learner:
             self.stamp = self._clock
         self._clock += count
         self._turns += 1
+        usual = self.shadows[_LRU].found_now
         for shadow in self.shadows:
-            shadow.found *= _DECAY
-            shadow.found_lately *= _FAST_DECAY
+            now, shadow.found_now = shadow.found_now, 0
+            shadow.found = _DECAY * shadow.found + now
+            lost = _DECAY * shadow.lost + usual - now
+            shadow.lost = lost if lost > 0 else 0.0
         if self._turns % _TURNS_PER_CHOICE == 0:
             self._choose()
 
@@ -166,9 +176,7 @@ class _Learner:
             values = self.values_if_used(run)
             if run is not None:
                 for shadow, held in zip(self.shadows, run.held, strict=True):
-                    found = count if count < held else held
-                    shadow.found += found
-                    shadow.found_lately += found
+                    shadow.found_now += count if count < held else held
                 self._take(number, count)
             if used and _are_alike(used[-1][0], values):
                 # The later block is worth less: none is taken for more than it is.
@@ -281,8 +289,7 @@ class _Learner:
             (
                 at
                 for at, (shadow, lead) in enumerate(zip(self.shadows, _LEADS, strict=True))
-                if shadow.found > lead * lru.found + usual
-                and shadow.found_lately >= lru.found_lately
+                if shadow.found - lead * lru.found > max(usual, shadow.lost / _LEAD_LOST)
             ),
             key=lambda at: self.shadows[at].found,
             default=_LRU,
