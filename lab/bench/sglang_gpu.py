@@ -102,7 +102,7 @@ class SglangGpuPlan:
 def run_sglang_gpu(report: BenchReport, *, python: Path, plan: SglangGpuPlan) -> None:
     """Measures every side that starts, and adds rows and ratios.
 
-    Raises `UnavailableError`: no model can be made.
+    Raises `UnavailableError`: no model can be made, or no side answers.
     """
     with ending_in_order(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
@@ -215,7 +215,10 @@ class _Bench:
         return {"do": "ask", "seed": seed, "tokens": tokens, "answer": ANSWER_TOKENS}
 
     def _each(self, asked: dict[str, Any], what: str) -> dict[str, dict[str, Any]]:
-        """What every engine answers; one that fails is left out from now on."""
+        """What every engine answers; one that fails is left out from now on.
+
+        Raises `UnavailableError`: none is left.
+        """
         answers: dict[str, dict[str, Any]] = {}
         for side, engine in [*self._engines.items()]:
             try:
@@ -223,6 +226,8 @@ class _Bench:
             except UnavailableError as problem:
                 _absent(self._report, f"{side}, {what}", problem)
                 del self._engines[side]
+        if not self._engines:
+            raise UnavailableError(f"{what}: no side answers; what they said stands above")
         # Who was first is last in the next turn.
         order = [*self._engines]
         self._engines = {side: self._engines[side] for side in order[1:] + order[:1]}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lab.bench.report import BenchReport
-from lab.bench.sglang_gpu import tell
+from lab.bench.sglang_gpu import SglangGpuPlan, _Bench, tell
 from lab.bench.sglang_gpu_child import HICACHE, OURS, OWN, PLAIN
+from lab.bench.vllm_engine import EngineProcess
+from penstock.errors import UnavailableError
 
 TOKENS = 4096
 
@@ -59,3 +65,14 @@ def test_a_side_that_computed_what_it_should_find_is_not_compared() -> None:
 
     assert "penstock is not compared: it found 64 of 4096 tokens below the device" in text
     assert "penstock / plain" not in text
+
+
+def test_where_no_side_answers_the_benchmark_says_so() -> None:
+    """The engine is a process that ends at once, as there is no such module."""
+    engine = EngineProcess(PLAIN, Path(sys.executable), {}, module="lab.bench.no_such_engine")
+    report = BenchReport(version="0", command="lab bench sglang-gpu")
+    try:
+        with pytest.raises(UnavailableError, match="warm: no side answers"):
+            _Bench(report, SglangGpuPlan(), {PLAIN: engine}).warm()
+    finally:
+        engine.close()

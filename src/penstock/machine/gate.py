@@ -52,10 +52,10 @@ that prefills 20,000 tokens a second computes 100 of them meanwhile."""
 
 
 BESIDE_OTHERS = 2
-"""How often computing counts while others are being loaded. By rates as they are on one H200, where
-35,000 tokens a second are computed and 190,000 loaded, eight requests that come together with 512
-new tokens behind 1,600 others all have their first tokens after 130 ms if all are loaded, and after
-260 if the last three of them compute."""
+"""How often computing counts while others are being loaded. An estimate, not a measurement: where
+35,000 tokens a second are computed and 190,000 loaded, as on one H200, eight requests that come
+together with 512 new tokens behind 1,600 others all have their first tokens after 130 ms if all are
+loaded, and after 260 if the last three of them compute."""
 
 
 class Rates:
